@@ -1,0 +1,449 @@
+"""Make the example pair that ships with dflow-trt: texts, tokenizer, target, DFlash drafter, DFlow drafter.
+
+Everything is drawn from one seed. A worksheet domain (`dflow_trt.training.texts`) gives the texts; a small Qwen3
+target learns to answer them; a one-layer DFlash drafter learns from the target's own answers; DFlow continues from that
+drafter with self-conditioned rounds and the relay. Takes some 20 minutes on one core.
+
+    python build_scripts/make_example.py --output example/
+    python build_scripts/make_example.py --output example/ --target example/target   # keep a finished target
+
+The last line printed is one JSON object with every figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from dflow_trt.training.data import Trajectory, collate, length_bucketed
+from dflow_trt.training.generate import generate_trajectories
+from dflow_trt.training.model import Drafter, with_relay
+from dflow_trt.training.recipe import (
+    DrafterSettings,
+    OnStep,
+    OptimiserSettings,
+    train_drafter,
+    train_language_model,
+)
+from dflow_trt.training.simulate import simulate, tau_accepted, tau_emitted
+from dflow_trt.training.target import FrozenTarget, ReadBatch
+from dflow_trt.training.texts import (
+    CHAT_TEMPLATE,
+    SPLIT_PATTERN,
+    TASK_NAMES,
+    Example,
+    held_out_examples,
+    stream_examples,
+)
+
+END, TURN_START, TURN_END, MASK, PAD = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>", "<|pad|>"
+SPECIAL_TOKENS = [END, TURN_START, TURN_END, MASK, PAD]
+
+console = Console(stderr=True)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Sizes and lengths of the whole run."""
+
+    seed: int = 0
+    vocab_size: int = 768
+    hidden_size: int = 128
+    target_layers: int = 6
+    target_ffn: int = 320
+    drafter_ffn: int = 128
+    block_size: int = 8
+    taps: tuple[int, ...] = (1, 3, 4)
+    relay_start: str = "after_rejection"
+    max_new_tokens: int = 160
+    trajectories: int = 3000
+    held_out_per_task: int = 30
+    target: OptimiserSettings = field(
+        default_factory=lambda: OptimiserSettings(2000, 2e-3, weight_decay=0.05)
+    )
+    target_batch: int = 24
+    drafter_batch: int = 16
+    dflash: DrafterSettings = field(
+        default_factory=lambda: DrafterSettings(OptimiserSettings(2000, 3e-3), anchors=12)
+    )
+    dflow: DrafterSettings = field(
+        default_factory=lambda: DrafterSettings(
+            OptimiserSettings(500, 1.5e-3), anchors=12, rounds=3, relay=True
+        )
+    )
+
+
+def make_tokenizer(recipe: Recipe) -> PreTrainedTokenizerFast:
+    """A byte-level BPE: all 256 bytes are tokens, so every string survives; numbers up to 99 are tokens too."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT_PATTERN), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=recipe.vocab_size,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    numbers = [" ".join(map(str, range(100))), "\n".join(map(str, range(100)))] * 100
+    examples = itertools.islice(stream_examples(recipe.seed), 4000)
+    texts = (f"user\n{example.prompt}\nassistant\n{example.answer}" for example in examples)
+    bpe.train_from_iterator(itertools.chain(numbers, texts), trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token=TURN_END,
+        pad_token=PAD,
+        additional_special_tokens=[END, TURN_START, MASK],
+        model_max_length=1024,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerFast, prompt: str) -> tuple[int, ...]:
+    """A user's prompt as the chat template writes it, up to the place where the answer starts."""
+    messages = [{"role": "user", "content": prompt}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+
+def reference(tokenizer: PreTrainedTokenizerFast, example: Example) -> Trajectory:
+    """A worksheet with its right answer, as token ids."""
+    answer = tokenizer.encode(example.answer + TURN_END, add_special_tokens=False)
+    return Trajectory(prompt_ids(tokenizer, example.prompt), tuple(answer))
+
+
+def make_target(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, excluded: frozenset[str]
+) -> Qwen3ForCausalLM:
+    """Train the target on right answers, on a stream of worksheets that never repeats."""
+    torch.manual_seed(recipe.seed)
+    config = Qwen3Config(
+        **qwen3_fields(recipe, tokenizer, recipe.target_layers, recipe.target_ffn),
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        attn_implementation="eager",
+    )
+    model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        eos_token_id=[tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(END)],
+        pad_token_id=tokenizer.pad_token_id,
+        do_sample=False,
+    )
+    examples = (reference(tokenizer, example) for example in stream_examples(recipe.seed + 1, excluded))
+    batches = length_bucketed(
+        examples, recipe.target_batch, tokenizer.pad_token_id, random.Random(recipe.seed)
+    )
+    with progress("target", recipe.target.steps) as on_step:
+        train_language_model(model, batches, recipe.target, bf16=True, on_step=on_step)
+    return model
+
+
+def qwen3_fields(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, layers: int, ffn: int
+) -> dict[str, object]:
+    """What target and drafter have in common."""
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": recipe.hidden_size,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 1024,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "use_sliding_window": False,
+        "bos_token_id": None,
+    }
+
+
+def make_drafter(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, target: FrozenTarget) -> Drafter:
+    """An untrained one-layer drafter whose final norm is the target's, as both feed the same head."""
+    torch.manual_seed(recipe.seed + 2)
+    config = Qwen3Config(
+        **qwen3_fields(recipe, tokenizer, layers=1, ffn=recipe.drafter_ffn),
+        tie_word_embeddings=False,
+        block_size=recipe.block_size,
+        num_target_layers=recipe.target_layers,
+        dflash_config={
+            "mask_token_id": tokenizer.convert_tokens_to_ids(MASK),
+            "target_layer_ids": list(recipe.taps),
+        },
+    )
+    drafter = Drafter(config)
+    drafter.norm.weight.data.copy_(target.final_norm_E)
+    return drafter
+
+
+def read_batches(
+    recipe: Recipe, target: FrozenTarget, trajectories: Sequence[Trajectory], pad_id: int
+) -> list[ReadBatch]:
+    """All trajectories, batched by length and read by the target once, not once a step."""
+    by_length = sorted(trajectories, key=len)
+    size = recipe.drafter_batch
+    groups = [by_length[at : at + size] for at in range(0, len(by_length), size)]
+    with progress("reading", len(groups)) as on_step:
+        batches = []
+        for index, group in enumerate(groups):
+            batches.append(target.read(collate(group, pad_id)))
+            on_step(index, 0.0)
+    return batches
+
+
+def shuffled(batches: Sequence[ReadBatch], seed: int) -> Iterator[ReadBatch]:
+    """The batches again and again, in a new order each time."""
+    rng = random.Random(seed)
+    while True:
+        yield from rng.sample(batches, len(batches))
+
+
+def line_accuracy(
+    tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example], trajectories: Sequence[Trajectory]
+) -> dict[str, float]:
+    """Share of right lines in the target's own answers, by task and over all."""
+    right: dict[str, list[bool]] = {}
+    for example, trajectory in zip(examples, trajectories, strict=True):
+        answered = tokenizer.decode(trajectory.response_ids, skip_special_tokens=True).split("\n")
+        for index, line in enumerate(example.answer.split("\n")):
+            right.setdefault(example.task, []).append(answered[index : index + 1] == [line])
+    everything = [line for lines in right.values() for line in lines]
+    shares = {task: sum(lines) / len(lines) for task, lines in right.items()}
+    return {
+        task: round(share, 3) for task, share in {**shares, "all": sum(everything) / len(everything)}.items()
+    }
+
+
+def measure(
+    drafter: Drafter, target: FrozenTarget, held_out: Sequence[Trajectory], pad_id: int, relay: bool
+) -> dict[str, float]:
+    """tau of one drafter on the held-out prompts."""
+    tallies = simulate(drafter, target, held_out, pad_id, relay)
+    return {
+        "tau_emitted": round(tau_emitted(tallies), 3),
+        "tau_accepted": round(tau_accepted(tallies), 3),
+        "prompts": len(tallies),
+    }
+
+
+@contextmanager
+def progress(title: str, steps: int) -> Iterator[OnStep]:
+    """A progress bar as a context; what it yields is told (step, loss)."""
+    columns = (TextColumn("{task.description:>8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.fields[note]}"), console=console) as bar:
+        task = bar.add_task(title, total=steps, note="")
+        yield lambda step, loss: bar.update(task, completed=step + 1, note=f"loss {loss:.3f}" if loss else "")
+
+
+@contextmanager
+def timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
+    """Note the wall-clock and processor seconds of one stage."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    yield
+    seconds[stage] = round(time.perf_counter() - wall, 1)
+    seconds[f"{stage}_cpu"] = round(time.process_time() - cpu, 1)
+
+
+def make_pair(recipe: Recipe, output: Path, finished_target: Path | None) -> dict[str, object]:
+    """Run every stage, write the three checkpoints and the held-out prompts, return all figures."""
+    seconds: dict[str, float] = {}
+    held_out_texts = held_out_examples(recipe.seed + 3, recipe.held_out_per_task)
+    excluded = frozenset(example.prompt for example in held_out_texts)
+    output.mkdir(parents=True, exist_ok=True)
+
+    with timed(seconds, "target"):
+        if finished_target is None:
+            tokenizer = make_tokenizer(recipe)
+            model = make_target(recipe, tokenizer, excluded)
+            model.save_pretrained(output / "target")
+            tokenizer.save_pretrained(output / "target")
+        else:
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(finished_target)
+            model = Qwen3ForCausalLM.from_pretrained(finished_target)
+
+    with timed(seconds, "generations"):
+        training_texts = itertools.islice(stream_examples(recipe.seed + 4, excluded), recipe.trajectories)
+        prompts = [prompt_ids(tokenizer, example.prompt) for example in [*held_out_texts, *training_texts]]
+        generated = answer(model, tokenizer, prompts, recipe.max_new_tokens)
+    held_out, training = generated[: len(held_out_texts)], generated[len(held_out_texts) :]
+    accuracy = line_accuracy(tokenizer, held_out_texts, held_out)
+    console.print(f"target: {accuracy['all']:.1%} of held-out lines are right")
+
+    pad_id = tokenizer.pad_token_id
+    target = FrozenTarget(model, recipe.taps)
+    with timed(seconds, "reading"):
+        batches = read_batches(recipe, target, training, pad_id)
+    tau: dict[str, dict[str, float]] = {}
+
+    with timed(seconds, "dflash"):
+        dflash = make_drafter(recipe, tokenizer, target)
+        with progress("dflash", recipe.dflash.optimiser.steps) as on_step:
+            train_drafter(dflash, target, shuffled(batches, recipe.seed), recipe.dflash, recipe.seed, on_step)
+    tau["dflash"] = measure(dflash, target, held_out, pad_id, relay=False)
+    console.print(f"dflash: {tau['dflash']}")
+
+    with timed(seconds, "dflow"):
+        dflow = with_relay(dflash, recipe.relay_start)
+        with progress("dflow", recipe.dflow.optimiser.steps) as on_step:
+            train_drafter(
+                dflow, target, shuffled(batches, recipe.seed + 1), recipe.dflow, recipe.seed + 1, on_step
+            )
+    tau["dflow"] = measure(dflow, target, held_out, pad_id, relay=True)
+    tau["dflow_relay_off"] = measure(dflow, target, held_out, pad_id, relay=False)
+    console.print(f"dflow: {tau['dflow']}\nrelay off: {tau['dflow_relay_off']}")
+
+    dflash.save(output / "dflash")
+    dflow.save(output / "dflow")
+    figures = {
+        "line_accuracy": accuracy,
+        "mean_response_tokens": round(sum(len(one.response_ids) for one in held_out) / len(held_out), 1),
+        "tau": tau,
+        "seconds": seconds,
+    }
+    if finished_target is not None and finished_target.resolve() != (output / "target").resolve():
+        shutil.copytree(finished_target, output / "target", dirs_exist_ok=True)
+    write_prompts(output / "prompts.jsonl", held_out_texts)
+    write_cards(output, recipe, figures)
+    return figures
+
+
+def answer(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[Sequence[int]], limit: int
+) -> list[Trajectory]:
+    """The target's greedy answers, with a progress bar."""
+    done = 0
+    with progress("answers", len(prompts)) as on_step:
+
+        def on_batch(count: int) -> None:
+            nonlocal done
+            done += count
+            on_step(done - 1, 0.0)
+
+        end_ids = model.generation_config.eos_token_id
+        return generate_trajectories(
+            model, prompts, end_ids, tokenizer.pad_token_id, limit, on_batch=on_batch
+        )
+
+
+def write_prompts(path: Path, examples: Sequence[Example]) -> None:
+    """One JSON object a line: id, task, prompt. Tasks take turns, so that any first n prompts are a mixture."""
+    by_task = [[example for example in examples if example.task == task] for task in TASK_NAMES]
+    mixed = [example for turn in zip(*by_task, strict=True) for example in turn]
+    records = (
+        {
+            "id": f"{example.task}-{index // len(TASK_NAMES):02d}",
+            "task": example.task,
+            "prompt": example.prompt,
+        }
+        for index, example in enumerate(mixed)
+    )
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+
+
+CARD_HEAD = """---
+license: apache-2.0
+library_name: dflow-trt
+---
+# {title}
+
+{what}
+
+Made by `build_scripts/make_example.py` of dflow-trt from one seed ({seed}): texts from templates, a byte-level BPE
+tokenizer of {vocab} tokens, weights in float32. It answers worksheets of short labelled lines (sums, products,
+comparisons, unit tests, receipts) and nothing else; it exists to show speculative decoding on any machine.
+
+{figures}
+"""
+
+
+DFLOW_CAVEAT = """A DFlow step costs several
+DFlash steps, so part of what it gains over the DFlash drafter a longer DFlash training would gain too; the relay's own
+part is the difference to the same model with the relay off."""
+
+
+def write_cards(output: Path, recipe: Recipe, figures: dict[str, object]) -> None:
+    """A model card in each of the three folders."""
+    tau: dict[str, dict[str, float]] = figures["tau"]  # type: ignore[assignment]
+    accuracy: dict[str, float] = figures["line_accuracy"]  # type: ignore[assignment]
+    measured = (
+        f"Measured on {tau['dflash']['prompts']} held-out prompts (`prompts.jsonl`), greedy, block {recipe.block_size}, "
+        "mean tokens emitted a round, the bonus token counted:\n\n"
+        "| drafter | tau_emitted | tau_accepted |\n| --- | --- | --- |\n"
+        + "".join(
+            f"| {name} | {tau[key]['tau_emitted']:.2f} | {tau[key]['tau_accepted']:.2f} |\n"
+            for name, key in (
+                ("DFlash", "dflash"),
+                ("DFlow", "dflow"),
+                ("DFlow, relay off", "dflow_relay_off"),
+            )
+        )
+    )
+    accurate = (
+        f"On {tau['dflash']['prompts']} held-out prompts {accuracy['all']:.1%} of its answer lines are right; an answer "
+        f"has {figures['mean_response_tokens']} tokens on average."
+    )
+    cards = {
+        "target": (
+            "Example target",
+            f"A Qwen3 model of {recipe.target_layers} layers, hidden size {recipe.hidden_size}.",
+            accurate,
+        ),
+        "dflash": (
+            "Example DFlash drafter",
+            f"A one-layer block drafter (DFlash, arXiv 2602.06036) for the example target, block {recipe.block_size},\n"
+            + f"{recipe.dflash.optimiser.steps} steps on the target's own answers.",
+            measured,
+        ),
+        "dflow": (
+            "Example DFlow drafter",
+            "The example DFlash drafter with the relay of DFlow (arXiv 2609.06498), trained on for\n"
+            + f"{recipe.dflow.optimiser.steps} steps of {recipe.dflow.rounds} self-conditioned rounds. {DFLOW_CAVEAT}",
+            measured,
+        ),
+    }
+    for folder, (title, what, measurements) in cards.items():
+        card = CARD_HEAD.format(
+            title=title, what=what, seed=recipe.seed, vocab=recipe.vocab_size, figures=measurements
+        )
+        (output / folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, required=True, help="folder to write the pair to")
+    parser.add_argument(
+        "--target", type=Path, help="a finished target folder to keep, instead of training one"
+    )
+    parser.add_argument("--seed", type=int, default=Recipe.seed)
+    parser.add_argument("--threads", type=int, default=1, help="torch threads")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    recipe = Recipe(seed=arguments.seed)
+    figures = make_pair(recipe, arguments.output, arguments.target)
+    print(json.dumps({"output": str(arguments.output), "recipe": asdict(recipe), **figures}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,383 @@
+"""Checkpoints in, a bundle out: read, estimate, write graphs and weights, check numerically, rename into place."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import onnx_ir as ir
+
+from dflow_trt import contract as c
+from dflow_trt.bundle import Bundle, DrafterEntry, FileEntry, engine_file, file_sha256, open_bundle, write_manifest
+from dflow_trt.checkpoint.drafter import DrafterCheckpoint, read_drafter
+from dflow_trt.checkpoint.names import EMBEDDING, HEAD
+from dflow_trt.checkpoint.target import TargetCheckpoint, read_target
+from dflow_trt.checkpoint.weights import Array, Weights
+from dflow_trt.compile import onnxruntime as backend
+from dflow_trt.errors import UserError
+from dflow_trt.graphs import store
+from dflow_trt.graphs.blocks import Vocabulary, dead_columns
+from dflow_trt.graphs.builder import NUMPY, GraphBuilder, Lowering
+from dflow_trt.graphs.context import build_context
+from dflow_trt.graphs.drafter import build_drafter
+from dflow_trt.graphs.relay import RELAY_LOWERING, build_relay
+from dflow_trt.graphs.target import build_target
+from dflow_trt.spec import BuildSpec, DType, TargetSpec, WeightForm
+
+DEFAULT_BATCH, DEFAULT_INPUT, DEFAULT_SEQ, DEFAULT_TOKENS = 8, 1024, 2048, 256
+DISK_MARGIN = 64 << 20
+
+
+class Report(Protocol):
+    """Where a build tells how far it is."""
+
+    def stage(self, name: str, total_bytes: int | None) -> None:
+        """A stage begins; ``total_bytes`` where it is known how much it will write."""
+        ...
+
+    def advance(self, num_bytes: int) -> None: ...
+
+
+class Silent:
+    """A report that nobody reads."""
+
+    def stage(self, name: str, total_bytes: int | None) -> None: ...
+
+    def advance(self, num_bytes: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """What a user may choose; None takes the default that fits the models. Names follow trtllm-build."""
+
+    backend: str = backend.NAME
+    dtype: DType = "float32"
+    max_batch_size: int = DEFAULT_BATCH
+    max_input_len: int | None = None
+    max_seq_len: int | None = None
+    max_num_tokens: int | None = None
+    target_weights: WeightForm = "float"
+    draft_weights: WeightForm = "int8"
+    draft_logits: bool = False
+
+
+@dataclass(frozen=True)
+class DrafterSource:
+    """A drafter folder and the name that requests give it (None: by what it is, dflash or dflow)."""
+
+    path: Path
+    name: str | None = None
+
+
+def build_bundle(
+    target: Path,
+    drafters: Sequence[DrafterSource],
+    output: Path,
+    options: BuildOptions,
+    *,
+    force: bool = False,
+    self_check: str = "layer",
+    report: Report | None = None,
+) -> Bundle:
+    """Build a bundle into ``output``: whole, or not at all.
+
+    Raises UserError for anything wrong with checkpoints, options, disk space or an output that exists (without
+    ``force``), and when the numerical self-check fails.
+    """
+    from dflow_trt.selfcheck import run_self_check
+
+    report = report or Silent()
+    _check_output(output, force)
+    source = read_target(target)
+    drafts = _read_drafters(drafters, source.spec)
+    spec = _build_spec(options, source.spec, max((d.spec.block_size for d in drafts), default=1))
+    backend.check(spec)
+    estimate = estimate_bytes(source, drafts, spec)
+    _check_disk(output, estimate)
+    with _staged(output) as folder:
+        report.stage("weights", estimate)
+        writer = _Writer(folder, spec, source, drafts, report)
+        bundle = writer.write()
+        report.stage("self-check", None)
+        result = run_self_check(bundle, source, drafts, self_check)
+        write_manifest(dataclasses.replace(bundle, self_check=result))
+        _put_in_place(folder, output)
+    return open_bundle(output, verify=False)
+
+
+def _read_drafters(sources: Sequence[DrafterSource], target: TargetSpec) -> list[DrafterCheckpoint]:
+    drafts = [read_drafter(source.path, target, source.name) for source in sources]
+    names = [draft.spec.name for draft in drafts]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"--drafter: two drafters are called {name!r}; name them, e.g. --drafter other={name}-folder")
+    return drafts
+
+
+def _build_spec(options: BuildOptions, target: TargetSpec, block_size: int) -> BuildSpec:
+    seq = options.max_seq_len or min(DEFAULT_SEQ, target.max_position)
+    if options.max_input_len is None:
+        max_input = min(DEFAULT_INPUT, seq - 1)
+    else:
+        max_input = options.max_input_len
+    tokens = options.max_num_tokens or max(DEFAULT_TOKENS, options.max_batch_size * block_size)
+    _check_range("--max-batch-size", options.max_batch_size, 1, None)
+    _check_range("--max-seq-len", seq, 2, target.max_position, "the target's max_position_embeddings")
+    _check_range("--max-input-len", max_input, 1, seq - 1, "max_seq_len - 1")
+    lowest = options.max_batch_size * block_size
+    _check_range("--max-num-tokens", tokens, lowest, None, f"max_batch_size {options.max_batch_size} x block {block_size}")
+    if options.backend != backend.NAME:
+        raise UserError(f"--backend: {options.backend!r} is not offered; allowed: {backend.NAME}")
+    return BuildSpec(
+        backend="onnxruntime",
+        dtype=options.dtype,
+        max_batch_size=options.max_batch_size,
+        max_input_len=max_input,
+        max_seq_len=seq,
+        max_num_tokens=tokens,
+        target_weights=options.target_weights,
+        draft_weights=options.draft_weights,
+        draft_logits=options.draft_logits,
+    )
+
+
+def _check_range(flag: str, value: int, low: int, high: int | None, why: str = "") -> None:
+    if value < low or (high is not None and value > high):
+        allowed = f"at least {low}" if high is None else f"{low} to {high}"
+        raise UserError(f"{flag}: {value}; allowed: {allowed}{f' ({why})' if why else ''}")
+
+
+# -- the place on disk -------------------------------------------------------------------------------------------------
+
+
+def _check_output(output: Path, force: bool) -> None:
+    if not output.exists():
+        return
+    if not output.is_dir():
+        raise UserError(f"--output: {output} is a file; name a folder")
+    if any(output.iterdir()) and not (output / c.MANIFEST).is_file():
+        raise UserError(f"--output: {output} is not empty and no bundle; choose another folder")
+    if any(output.iterdir()) and not force:
+        raise UserError(f"--output: {output} holds a bundle already; give --force to replace it, or another folder")
+
+
+@contextlib.contextmanager
+def _staged(output: Path) -> Iterator[Path]:
+    """A folder beside ``output``, gone again unless it is renamed into place. Leftovers of killed builds go too."""
+    parent = output.absolute().parent
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(parent, output.name)
+        folder = parent / f".{output.name}.building-{os.getpid()}"
+        folder.mkdir()
+    except OSError as error:
+        raise UserError(f"--output: {output}: {error.strerror}; choose a folder that can be written") from None
+    try:
+        yield folder
+    except OSError as error:
+        raise UserError(f"--output: {error.filename or output}: {error.strerror}; nothing was built") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_leftovers(parent: Path, name: str) -> None:
+    for folder in parent.glob(f".{name}.building-*"):
+        owner = folder.name.rpartition("-")[2]
+        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _put_in_place(folder: Path, output: Path) -> None:
+    """Rename; an old bundle steps aside first and is removed last."""
+    old = folder.with_name(folder.name + ".old")
+    if output.exists():
+        output.rename(old)
+    try:
+        folder.rename(output)
+    except BaseException:
+        if old.exists():
+            old.rename(output)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _check_disk(output: Path, estimate: int) -> None:
+    place = output.absolute().parent
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < estimate + DISK_MARGIN:
+        raise UserError(
+            f"--output: {place} has {free / 1e9:.1f} GB free, the bundle needs {estimate / 1e9:.1f} GB; free some space"
+        )
+
+
+def _elements(weights: Weights) -> int:
+    return sum(int(np.prod(weights.shape(name))) for name in weights.names())
+
+
+def estimate_bytes(target: TargetCheckpoint, drafts: Sequence[DrafterCheckpoint], build: BuildSpec) -> int:
+    """Bytes that a build will write, from above: every weight in its engine's form, plus the vocabulary tables."""
+    size = {"float": NUMPY[build.dtype].itemsize, "int8": 1}
+    table = c.vocab_columns(target.spec.vocab_size) * target.spec.stack.hidden_size
+    forms = {build.target_weights} | ({build.draft_weights} if drafts else set())
+    vocabulary = table * (4 + sum(size[form] for form in forms))
+    layers = (_elements(target.weights) - table) * size[build.target_weights]
+    return int(vocabulary + max(layers, 0) + sum(_drafter_bytes(draft, size[build.draft_weights]) for draft in drafts))
+
+
+def _drafter_bytes(draft: DrafterCheckpoint, item: int) -> int:
+    full = sum(int(np.prod(draft.weights.shape(name))) for name in draft.weights.names() if name.startswith(_WIDE))
+    return 4 * full + int(item * 1.5 * (_elements(draft.weights) - full)) + (1 << 20)
+
+
+_WIDE = ("fc.", "relay_")  # float32 in every build
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+class _Writer:
+    """Writes every file of one bundle but the manifest."""
+
+    def __init__(
+        self,
+        folder: Path,
+        build: BuildSpec,
+        target: TargetCheckpoint,
+        drafts: Sequence[DrafterCheckpoint],
+        report: Report,
+    ) -> None:
+        self.folder, self.build, self.target, self.drafts, self.report = folder, build, target, drafts, report
+        self.files: dict[str, FileEntry] = {}
+        self.target_lowering = backend.target_lowering(build)
+        self.draft_lowering = backend.draft_lowering(build)
+
+    def write(self) -> Bundle:
+        bundle = self._bundle()
+        with self._data(c.VOCAB_DATA) as data:
+            vocabulary = _write_vocabulary(self.target, self._forms(), self.build.dtype, data)
+        taps = bundle.taps
+        contracts = {(drafter, contract.engine): contract for drafter, contract in bundle.contracts()}
+        graph = self._engine(contracts[None, c.TARGET], None, self.target_lowering, self.target.weights)
+        with graph as g:
+            build_target(g, self.target.spec, vocabulary, taps)
+        for draft in self.drafts:
+            self._write_drafter(draft, contracts, vocabulary, taps)
+        self._copy_tokenizer()
+        return dataclasses.replace(bundle, files=self.files)
+
+    def _bundle(self) -> Bundle:
+        fingerprint = self.target.fingerprint
+        drafters = {d.spec.name: DrafterEntry(d.spec, d.fingerprint, fingerprint) for d in self.drafts}
+        return Bundle(self.folder, self.target.spec, fingerprint, drafters, self.build, {}, _versions(), {})
+
+    def _forms(self) -> set[WeightForm]:
+        """The weight forms in which some engine wants the head."""
+        return {self.build.target_weights} | ({self.build.draft_weights} if self.drafts else set())
+
+    def _write_drafter(
+        self,
+        draft: DrafterCheckpoint,
+        contracts: dict[tuple[str | None, str], c.EngineContract],
+        vocabulary: Vocabulary,
+        taps: Sequence[int],
+    ) -> None:
+        name, spec = draft.spec.name, draft.spec
+        with self._engine(contracts[name, c.CONTEXT], name, self.draft_lowering, draft.weights) as g:
+            build_context(g, spec, taps)
+        with self._engine(contracts[name, c.RELAY], name, RELAY_LOWERING, draft.weights) as g:
+            build_relay(g, spec, vocabulary, self.build.dtype)
+        with self._engine(contracts[name, c.DRAFTER], name, self.draft_lowering, draft.weights) as g:
+            build_drafter(g, spec, vocabulary)
+
+    @contextlib.contextmanager
+    def _engine(
+        self, contract: c.EngineContract, drafter: str | None, lowering: Lowering, weights: Weights
+    ) -> Iterator[GraphBuilder]:
+        """A graph to fill: its weights go to <engine>.data as it grows, the graph itself to <engine>.onnx at the end."""
+        path = self.folder / engine_file(contract.engine, drafter)
+        with self._data(path.with_suffix(".data").name) as data:
+            g = GraphBuilder(contract, lowering, weights, data)
+            yield g
+        g.save(path)
+        self._record(path)
+
+    @contextlib.contextmanager
+    def _data(self, name: str) -> Iterator[store.WeightFile]:
+        data = store.WeightFile(self.folder / name, self.report.advance)
+        try:
+            yield data
+        finally:
+            data.close()
+        self.files[name] = FileEntry(data.sha256, data.size)
+
+    def _record(self, path: Path) -> None:
+        name = str(path.relative_to(self.folder))
+        self.files[name] = FileEntry(file_sha256(path), path.stat().st_size)
+
+    def _copy_tokenizer(self) -> None:
+        for source in self.target.tokenizer_files:
+            copy = self.folder / c.TOKENIZER_DIR / source.name
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(source, copy)
+            self._record(copy)
+
+
+def _write_vocabulary(
+    target: TargetCheckpoint, forms: set[WeightForm], dtype: DType, data: store.WeightFile
+) -> Vocabulary:
+    """The tables, once for all engines. A tied float head is the embedding table itself."""
+    spec, weights = target.spec, target.weights
+    columns, head_name = c.vocab_columns(spec.vocab_size), EMBEDDING if spec.tied_head else HEAD
+    shared = spec.tied_head and "float" in forms
+    embed = _table(weights, EMBEDDING, "embed", columns, dtype if shared else spec.checkpoint_dtype, data)
+    head = embed if shared else None
+    if "float" in forms and not shared:
+        head = _table(weights, head_name, "head", columns, dtype, data)
+    head_int8 = _int8_table(weights, head_name, columns, data) if "int8" in forms else None
+    return Vocabulary(embed, head, head_int8, dead_columns(spec.live_vocab, columns))
+
+
+def _table(
+    weights: Weights, name: str, label: str, columns: int, dtype: DType, data: store.WeightFile
+) -> ir.ExternalTensor:
+    """[V,E], zero rows up to V; streamed."""
+    rows, width = weights.shape(name)
+
+    def chunks() -> Iterator[Array]:
+        for _, chunk in store.row_chunks(weights, name):
+            yield chunk
+        yield np.zeros((columns - rows, width), NUMPY[dtype])
+
+    return data.add_chunks(f"vocab.{label}", (columns, width), NUMPY[dtype], chunks())
+
+
+def _int8_table(
+    weights: Weights, name: str, columns: int, data: store.WeightFile
+) -> tuple[ir.ExternalTensor, ir.ExternalTensor]:
+    array, scale = store.quantised(weights, [name], padded=columns)
+    return data.add("vocab.head_int8", array), data.add("vocab.head_int8_scale", scale)
+
+
+def _versions() -> dict[str, str]:
+    names = ("dflow-trt", "numpy", "onnx", "onnx-ir", "onnxruntime")
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return {name: _version(name) for name in names} | {"date": stamp}
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+

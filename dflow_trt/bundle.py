@@ -1,0 +1,239 @@
+"""The bundle: one folder with every engine, the tokenizer and a manifest (dflow.json) that says what they are.
+
+Compile side and serve side meet here alone. A bundle is written whole or not at all, and checked whole when opened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflow_trt import contract as c
+from dflow_trt.errors import UserError
+from dflow_trt.spec import (
+    AUTOREGRESSIVE,
+    NO_RELAY_SUFFIX,
+    BuildSpec,
+    DrafterSpec,
+    TargetSpec,
+    build_from_json,
+    drafter_from_json,
+    target_from_json,
+    to_json,
+)
+
+HASH_BLOCK = 4 << 20
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of the bundle, by its path relative to it."""
+
+    sha256: str
+    size: int
+
+
+@dataclass(frozen=True)
+class DrafterEntry:
+    """A drafter of the bundle, tied to the target that it was built with."""
+
+    spec: DrafterSpec
+    fingerprint: str
+    target_fingerprint: str
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How a request is decoded: plainly (drafter None), or with a drafter, its relay on or off."""
+
+    name: str
+    drafter: str | None
+    relay: bool
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A bundle on disk. ``taps`` are the layers packed in ``hidden``, the union of all drafters' taps."""
+
+    path: Path
+    target: TargetSpec
+    target_fingerprint: str
+    drafters: Mapping[str, DrafterEntry]
+    build: BuildSpec
+    files: Mapping[str, FileEntry]
+    built_with: Mapping[str, str]
+    self_check: Mapping[str, Any]
+
+    @property
+    def specs(self) -> tuple[DrafterSpec, ...]:
+        return tuple(entry.spec for entry in self.drafters.values())
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return c.packed_taps(self.specs)
+
+    @property
+    def block_size(self) -> int:
+        """The largest block of the drafters; 1 where there are none."""
+        return max((spec.block_size for spec in self.specs), default=1)
+
+    @property
+    def cache_rows(self) -> int:
+        return self.build.cache_rows(self.block_size)
+
+    @property
+    def tokenizer_path(self) -> Path | None:
+        """The folder of the tokenizer's files, or None in a bundle that takes token ids alone."""
+        folder = self.path / c.TOKENIZER_DIR
+        return folder if f"{c.TOKENIZER_DIR}/tokenizer.json" in self.files else None
+
+    @property
+    def strategies(self) -> dict[str, Strategy]:
+        """Every strategy that a request may name."""
+        found = [Strategy(AUTOREGRESSIVE, None, False)]
+        for name, entry in self.drafters.items():
+            found.append(Strategy(name, name, entry.spec.relay is not None))
+            if entry.spec.relay:
+                found.append(Strategy(name + NO_RELAY_SUFFIX, name, False))
+        return {strategy.name: strategy for strategy in found}
+
+    @property
+    def default_strategy(self) -> str:
+        """A drafter with relay if there is one, else any drafter, else plain decoding."""
+        ranked = sorted(self.specs, key=lambda spec: spec.relay is None)
+        return ranked[0].name if ranked else AUTOREGRESSIVE
+
+    def strategy(self, name: str | None) -> Strategy:
+        """The strategy of that name, or the default one; UserError if the bundle lacks it."""
+        name = name or self.default_strategy
+        if name not in self.strategies:
+            offered = ", ".join(self.strategies)
+            raise UserError(f"strategy: this bundle has no {name!r}; it offers {offered}")
+        return self.strategies[name]
+
+    def contracts(self) -> Iterator[tuple[str | None, c.EngineContract]]:
+        """(drafter name or None, contract) of every engine."""
+        yield None, c.target_contract(self.target, self.taps, self.cache_rows)
+        for name, spec in ((name, entry.spec) for name, entry in self.drafters.items()):
+            yield name, c.context_contract(spec, self.taps, self.cache_rows)
+            yield name, c.relay_contract(spec)
+            yield name, c.drafter_contract(spec, self.cache_rows, self.build.draft_logits)
+
+    def engine_path(self, engine: str, drafter: str | None) -> Path:
+        return self.path / engine_file(engine, drafter)
+
+
+def engine_file(engine: str, drafter: str | None) -> str:
+    """The file of an engine's graph; its weights lie beside it with the suffix .data."""
+    return f"{drafter}.{engine}.onnx" if drafter else f"{engine}.onnx"
+
+
+def write_manifest(bundle: Bundle) -> None:
+    """Write dflow.json; the last file of a bundle to appear."""
+    data = {
+        "format_version": c.FORMAT_VERSION,
+        "built_with": dict(bundle.built_with),
+        "target": {"spec": to_json(bundle.target), "fingerprint": bundle.target_fingerprint},
+        "drafters": {name: to_json(entry) for name, entry in bundle.drafters.items()},
+        "build": to_json(bundle.build),
+        "self_check": dict(bundle.self_check),
+        "files": {name: to_json(entry) for name, entry in sorted(bundle.files.items())},
+    }
+    (bundle.path / c.MANIFEST).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def open_bundle(path: str | Path, verify: bool = True) -> Bundle:
+    """Read a bundle and check it whole.
+
+    ``verify=False`` checks names and sizes but not the hashes (about a second a gigabyte). Raises UserError in one line
+    that names what does not fit.
+    """
+    path = Path(path)
+    bundle = _read_manifest(path)
+    _check_drafters(bundle)
+    _check_files(bundle, verify)
+    return bundle
+
+
+def _read_manifest(path: Path) -> Bundle:
+    manifest = path / c.MANIFEST
+    if not manifest.is_file():
+        raise UserError(f"{path}: not a bundle, {c.MANIFEST} is missing; make one with `dflow-trt build`")
+    try:
+        data = json.loads(manifest.read_text(encoding="utf-8"))
+        version = data["format_version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{manifest}: unreadable manifest ({error}); build the bundle again") from None
+    if version != c.FORMAT_VERSION:
+        raise UserError(
+            f"{manifest}: format_version {version!r}, this version reads {c.FORMAT_VERSION}; build the bundle again"
+        )
+    try:
+        return _from_json(path, data)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{manifest}: a field is missing or unknown ({error}); build the bundle again") from None
+
+
+def _from_json(path: Path, data: Mapping[str, Any]) -> Bundle:
+    drafters = {
+        name: DrafterEntry(drafter_from_json(entry["spec"]), entry["fingerprint"], entry["target_fingerprint"])
+        for name, entry in data["drafters"].items()
+    }
+    return Bundle(
+        path=path,
+        target=target_from_json(data["target"]["spec"]),
+        target_fingerprint=data["target"]["fingerprint"],
+        drafters=drafters,
+        build=build_from_json(data["build"]),
+        files={name: FileEntry(**entry) for name, entry in data["files"].items()},
+        built_with=data["built_with"],
+        self_check=data["self_check"],
+    )
+
+
+def _check_drafters(bundle: Bundle) -> None:
+    for name, entry in bundle.drafters.items():
+        if entry.target_fingerprint != bundle.target_fingerprint:
+            raise UserError(
+                f"{bundle.path / c.MANIFEST}: drafter {name!r} was built for target {entry.target_fingerprint[:12]}, "
+                f"this bundle's target is {bundle.target_fingerprint[:12]}; build the bundle again with both"
+            )
+
+
+def _check_files(bundle: Bundle, verify: bool) -> None:
+    needed = [engine_file(contract.engine, drafter) for drafter, contract in bundle.contracts()]
+    for name in needed:
+        if name not in bundle.files:
+            raise UserError(f"{bundle.path / c.MANIFEST}: engine {name} is not listed; build the bundle again")
+    for name, entry in bundle.files.items():
+        _check_size(bundle.path / name, entry)
+    if verify:
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda item: _check_hash(bundle.path / item[0], item[1]), bundle.files.items()))
+
+
+def _check_size(path: Path, entry: FileEntry) -> None:
+    if not path.is_file():
+        raise UserError(f"{path}: listed in {c.MANIFEST} but missing; copy the whole bundle or build it again")
+    if path.stat().st_size != entry.size:
+        raise UserError(f"{path}: {path.stat().st_size} bytes, {c.MANIFEST} says {entry.size}; build the bundle again")
+
+
+def _check_hash(path: Path, entry: FileEntry) -> None:
+    found = file_sha256(path)
+    if found != entry.sha256:
+        raise UserError(f"{path}: sha256 {found[:12]}, {c.MANIFEST} says {entry.sha256[:12]}; build the bundle again")
+
+
+def file_sha256(path: Path) -> str:
+    """Content hash, read in blocks."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(HASH_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""Hugging Face folders in, specs and lazily read named weights out."""

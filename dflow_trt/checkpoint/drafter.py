@@ -1,0 +1,240 @@
+"""A DFlash or DFlow drafter folder in, a spec and lazily read weights out.
+
+Two layouts: z-lab's (Qwen3 keys at the top, ``dflash_config``) and that of the speculators project (Qwen3
+keys in ``transformer_layer_config``, taps counted from the embedding output). The masks are those of the
+``dflash`` package.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflow_trt.checkpoint.config import read_layers, read_stack, reject_unsupported
+from dflow_trt.checkpoint.folder import CONFIG, checked_folder, fingerprint, licence
+from dflow_trt.checkpoint.names import EMBEDDING, HEAD, RELAY_NAMES, check_tensors, drafter_tensors
+from dflow_trt.checkpoint.reader import Config, read_config, refuse, show
+from dflow_trt.checkpoint.safetensors import open_weights
+from dflow_trt.checkpoint.target import checkpoint_dtype, read_architecture
+from dflow_trt.checkpoint.weights import Weights
+from dflow_trt.errors import UserError
+from dflow_trt.spec import (
+    AUTOREGRESSIVE,
+    NO_RELAY_SUFFIX,
+    RELAY_STARTS,
+    DrafterSpec,
+    RelaySpec,
+    StackSpec,
+    TargetSpec,
+)
+
+ARCHITECTURES = ("DFlashDraftModel",)
+NESTED_ARCHITECTURES = ("DFlashSpeculator", "DFlashDraftModel")
+NESTED = "transformer_layer_config"
+RESERVED = (AUTOREGRESSIVE, "target", "vocab")
+_BORROWED = (EMBEDDING, "embed_tokens.weight", HEAD, "verifier_lm_head.weight")
+_MAPS = ("d2t", "t2d")
+_OTHER_MODELS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", "markov_rank")
+
+
+@dataclass(frozen=True)
+class DrafterCheckpoint:
+    """A validated drafter. ``weights`` has exactly the tensors of ``names.drafter_tensors(spec)``."""
+
+    path: Path
+    spec: DrafterSpec
+    weights: Weights
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """Where a drafter's keys are: ``top`` the file, ``stack`` the Qwen3 keys, ``keys`` the drafting keys."""
+
+    top: Config
+    stack: Config
+    keys: Config
+    nested: bool
+
+
+def read_drafter(folder: Path | str, target: TargetSpec, name: str | None = None) -> DrafterCheckpoint:
+    """Read and validate a drafter folder for this target.
+
+    name: what requests call it; by default ``dflow`` with a relay and ``dflash`` without. UserError, in one
+    line, for anything that is not supported, not whole, or does not pair with the target.
+    """
+    path = checked_folder(folder)
+    draft = _layout(read_config(path / CONFIG))
+    architecture = read_architecture(draft.top, NESTED_ARCHITECTURES if draft.nested else ARCHITECTURES)
+    _reject_other_drafters(draft)
+    weights = open_weights(path)
+    _reject_borrowed(weights, path)
+    relay = _relay(draft.top, set(weights.names()), draft.stack)
+    spec = DrafterSpec(
+        name=_name(name, relay),
+        stack=_paired_stack(draft, target),
+        block_size=draft.keys.integer("block_size", low=2),
+        mask_token_id=_mask_id(draft.keys, target),
+        target_layer_ids=_taps(draft, target),
+        target_hidden_size=target.stack.hidden_size,
+        num_target_layers=target.stack.num_layers,
+        vocab_size=target.vocab_size,
+        input_embedding_scale=_scale(draft.keys, "input_embedding_scale"),
+        output_multiplier=_scale(draft.keys, "output_multiplier"),
+        final_logit_softcapping=_softcap(draft.keys),
+        relay=relay,
+        checkpoint_dtype=checkpoint_dtype(weights, "fc.weight", path),
+        architecture=architecture,
+        licence=licence(path),
+    )
+    check_tensors(weights, drafter_tensors(spec), path)
+    return DrafterCheckpoint(path, spec, weights, fingerprint(weights, (path / CONFIG,)))
+
+
+def _layout(top: Config) -> _Draft:
+    """Tell layouts apart, gather the drafting keys: ``dflash_config`` and top level must not differ."""
+    nested = top.section(NESTED)
+    if nested is not None:
+        top.one_of("speculators_model_type", ("dflash",))
+        return _Draft(top, nested, top, True)
+    inner = top.section("dflash_config") or Config({}, top.where, "dflash_config.")
+    for key, value in inner.data.items():
+        if value is not None and top.get(key) not in (None, value):
+            raise inner.error(
+                key, f"the value at the top level, {show(top.get(key))}", "keep one of the two keys"
+            )
+    given = {key: value for key, value in inner.data.items() if value is not None}
+    keys = Config({**top.data, **given}, top.where)
+    return _Draft(top, top, keys, False)
+
+
+def _reject_other_drafters(draft: _Draft) -> None:
+    """Refuse, by key, relatives of DFlash whose heads or masks are others."""
+    reject_unsupported(draft.stack)
+    draft.keys.one_of("projector_type", ("dflash",), default="dflash")
+    for key in _OTHER_MODELS:
+        if draft.keys.get(key) is not None:
+            raise draft.keys.error(key, "absent", "DFlash 2 and DSpark drafters are not supported")
+    for key in ("sample_from_anchor", "shift_label"):
+        if draft.keys.boolean(key, False):
+            raise draft.keys.error(key, "false or absent", "slot j must predict its own position")
+
+
+def _reject_borrowed(weights: Weights, where: Path) -> None:
+    """Refuse tensors that would replace or reorder the target's vocabulary tables."""
+    for name in weights.names():
+        if name in _BORROWED:
+            todo = "remove the tensor if it is a copy of the target's"
+            raise refuse(where, name, "in the drafter", "the target's own table only", todo)
+        if name in _MAPS:
+            todo = "train the drafter on the target's whole vocabulary"
+            raise refuse(where, name, "a vocabulary map", "no draft vocabulary", todo)
+
+
+def _relay(top: Config, names: set[str], stack: Config) -> RelaySpec | None:
+    """The relay: all of its tensors and ``dflow_config.relay_start``, or neither."""
+    section = top.section("dflow_config") or Config({}, top.where, "dflow_config.")
+    start, have = section.get("relay_start"), [name for name in RELAY_NAMES if name in names]
+    if start is None and not have:
+        return None
+    lacking = [name for name in RELAY_NAMES if name not in names]
+    if lacking:
+        found = (
+            f"missing, while {have[0]} is there" if have else f"missing, while relay_start is {show(start)}"
+        )
+        todo = "complete the relay, or remove it with its config key"
+        raise refuse(top.where.parent, lacking[0], found, "all relay tensors with relay_start, or none", todo)
+    return RelaySpec(_relay_start(section), stack.number("rms_norm_eps", above=0))
+
+
+def _relay_start(section: Config) -> Any:
+    if section.get("relay_start") is None:
+        todo = "write the value the relay was trained with"
+        raise section.error("relay_start", " or ".join(map(repr, RELAY_STARTS)), todo)
+    return section.one_of("relay_start", RELAY_STARTS)
+
+
+def _name(name: str | None, relay: RelaySpec | None) -> str:
+    """The drafter's name among the request strategies."""
+    if name is None:
+        return "dflow" if relay else "dflash"
+    if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name) or name in RESERVED or name.endswith(NO_RELAY_SUFFIX):
+        allowed = f"[a-z0-9][a-z0-9_-]*, except {', '.join(RESERVED)} and names ending in {NO_RELAY_SUFFIX}"
+        raise UserError(f"drafter name is {name!r}; allowed: {allowed}; choose another name")
+    return name
+
+
+def _paired_stack(draft: _Draft, target: TargetSpec) -> StackSpec:
+    """The drafter's layers. They share the target's tables: widths and vocabularies must be equal."""
+    _same(draft.stack, "hidden_size", target.stack.hidden_size, "the target's hidden_size")
+    _same(draft.stack, "vocab_size", target.vocab_size, "the target's vocab_size")
+    for key, value in (
+        ("target_hidden_size", target.stack.hidden_size),
+        ("num_target_layers", target.stack.num_layers),
+        ("draft_vocab_size", target.vocab_size),
+    ):
+        if draft.top.get(key) is not None:
+            _same(draft.top, key, value, "as in the target")
+    windows = read_layers(draft.stack, draft.stack.integer("num_hidden_layers"))
+    return read_stack(draft.stack, tuple(map(_causal(draft), windows)))
+
+
+def _causal(draft: _Draft) -> Callable[[int | None], bool]:
+    """Which layers mask later positions: those with a window, unless ``is_causal`` says it for all layers.
+
+    The speculators layout says it for the window layers alone, with ``sliding_window_non_causal``.
+    """
+    if draft.nested:
+        both_ways = draft.top.boolean("sliding_window_non_causal", False)
+        return lambda window: window is not None and not both_ways
+    said = draft.top.get("is_causal")
+    everywhere = draft.top.boolean("is_causal", False)
+    return lambda window: window is not None if said is None else everywhere
+
+
+def _same(config: Config, key: str, value: int, whose: str) -> None:
+    if config.integer(key) != value:
+        raise config.error(key, f"{value}, {whose}", "use a drafter that was trained for this target")
+
+
+def _mask_id(keys: Config, target: TargetSpec) -> int:
+    """The mask token: a row of the embedding (padding rows included) that is neither pad nor end of text."""
+    mask = keys.integer("mask_token_id", low=0, high=target.vocab_size - 1)
+    if mask in target.eos_ids or mask == target.pad_id:
+        taken = "an eos id" if mask in target.eos_ids else "the pad id"
+        raise keys.error(
+            "mask_token_id", f"an id that is not {taken} of the target", "use the drafter's mask id"
+        )
+    return mask
+
+
+def _taps(draft: _Draft, target: TargetSpec) -> tuple[int, ...]:
+    """The tapped layers in checkpoint order; L is the output of the target's layer L.
+
+    The last layer is refused for now: transformers reports its output after the final norm, and
+    implementations disagree about which of the two a drafter was trained on.
+    """
+    key, first = ("aux_hidden_state_layer_ids", 1) if draft.nested else ("target_layer_ids", 0)
+    ids, last = draft.keys.integers(key), target.stack.num_layers - 2 + first
+    if last + 1 in ids:
+        why = "the last layer's output is ambiguous: before or after the final norm"
+        raise draft.keys.error(key, f"ids from {first} to {last}", why)
+    if any(not first <= layer <= last for layer in ids) or len(set(ids)) != len(ids):
+        todo = f"the target has {target.stack.num_layers} layers, and its last is not supported as a tap"
+        raise draft.keys.error(key, f"ids from {first} to {last}, each once", todo)
+    return tuple(layer - first for layer in ids)
+
+
+def _scale(keys: Config, key: str) -> float:
+    """A multiplier; absent means 1."""
+    value = keys.optional_number(key)
+    return 1.0 if value is None else value
+
+
+def _softcap(keys: Config) -> float | None:
+    """The cap of the draft logits; absent, 0 and negative mean none, as in the ``dflash`` package."""
+    value = keys.optional_number("final_logit_softcapping")
+    return value if value is not None and value > 0 else None

@@ -1,0 +1,58 @@
+"""Facts of a checkpoint folder as a whole: its licence and its fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from dflow_trt.checkpoint.reader import refuse
+from dflow_trt.checkpoint.safetensors import SafetensorsWeights
+
+CONFIG = "config.json"
+SMALL = 16 * 2**20
+"""Files up to this size are hashed in full; of larger ones, evenly spaced samples."""
+SAMPLES, SAMPLE = 256, 4096
+
+
+def checked_folder(folder: Path | str) -> Path:
+    """The folder, which must exist and have a ``config.json``."""
+    path = Path(folder)
+    if not (path / CONFIG).is_file():
+        found = "a folder without it" if path.is_dir() else "not in a folder: the path is no folder"
+        raise refuse(path, CONFIG, found, "a Hugging Face checkpoint folder", "check the path")
+    return path
+
+
+def licence(folder: Path) -> str | None:
+    """``license`` in the YAML front matter of README.md, else the name of a LICENSE* file, else None."""
+    readme = folder / "README.md"
+    text = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
+    matter = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", text, re.DOTALL)
+    line = (
+        re.search(r"^license:[ \t]*(?:\n[ \t]*-[ \t]*)?([^\n#]+)", matter[1], re.MULTILINE)
+        if matter
+        else None
+    )
+    named = line[1].strip().strip("'\"[]") if line else ""
+    return named or next((path.name for path in sorted(folder.glob("LICENSE*"))), None)
+
+
+def fingerprint(weights: SafetensorsWeights, others: Iterable[Path]) -> str:
+    """A sha256 over names, shapes and dtypes of the tensors and over the files' names, sizes and contents.
+
+    Cheap and streaming: a file above ``SMALL`` bytes counts with its size and 256 samples of 4 KiB, so
+    retrained weights of the same shapes differ too. The folder's own name does not count.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(weights.names()):
+        digest.update(f"{name} {weights.shape(name)} {weights.dtype(name).name}\n".encode())
+    for path in sorted({*weights.files(), *others}):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for offset in range(0, size, SAMPLE if size <= SMALL else size // SAMPLES):
+                file.seek(offset)
+                digest.update(file.read(SAMPLE))
+    return digest.hexdigest()

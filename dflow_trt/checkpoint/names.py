@@ -1,0 +1,96 @@
+"""Which tensors a checkpoint must have, from its spec alone, and the check that it has exactly those."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dflow_trt.checkpoint.reader import refuse
+from dflow_trt.checkpoint.weights import Weights
+from dflow_trt.spec import DrafterSpec, StackSpec, TargetSpec
+
+Shapes = dict[str, tuple[int, ...]]
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+RELAY_NAMES = tuple(
+    f"relay_{part}.{kind}" for part in ("norm", "mlp.0", "mlp.2") for kind in ("weight", "bias")
+)
+
+
+def target_tensors(spec: TargetSpec) -> Shapes:
+    """Name -> shape of a target's tensors, Hugging Face names; ``lm_head.weight`` only if untied."""
+    table = (spec.vocab_size, spec.stack.hidden_size)
+    head: Shapes = {} if spec.tied_head else {HEAD: table}
+    return {EMBEDDING: table} | _stack(spec.stack, "model.") | head
+
+
+def drafter_tensors(spec: DrafterSpec) -> Shapes:
+    """Name -> shape of a drafter's tensors, z-lab's names, with the relay's where the spec has one."""
+    hidden = spec.stack.hidden_size
+    width = len(spec.target_layer_ids) * spec.target_hidden_size
+    relay = relay_tensors(hidden) if spec.relay else {}
+    return {"fc.weight": (hidden, width), "hidden_norm.weight": (hidden,)} | _stack(spec.stack, "") | relay
+
+
+def relay_tensors(hidden: int) -> Shapes:
+    """Name -> shape of the relay: a LayerNorm, and an MLP from [E(b) ; E(y_hat) ; h] to [beta ; gamma]."""
+    shapes = (
+        (hidden,),
+        (hidden,),
+        (2 * hidden, 3 * hidden),
+        (2 * hidden,),
+        (2 * hidden, 2 * hidden),
+        (2 * hidden,),
+    )
+    return dict(zip(RELAY_NAMES, shapes, strict=True))
+
+
+def check_tensors(weights: Weights, expected: Shapes, where: Path) -> None:
+    """UserError unless the tensors are exactly the expected ones, with their shapes and a float dtype."""
+    found = set(weights.names())
+    missing = [name for name in expected if name not in found]
+    if missing:
+        shape = list(expected[missing[0]])
+        raise refuse(
+            where, missing[0], "missing" + _more(missing), f"a tensor of shape {shape}", "complete the folder"
+        )
+    left = sorted(found - expected.keys())
+    if left:
+        todo = "use a supported architecture, or remove it"
+        raise refuse(where, left[0], "left over" + _more(left), "the tensors of config.json's model", todo)
+    for name, shape_wanted in expected.items():
+        weights.dtype(name)
+        if weights.shape(name) != shape_wanted:
+            got, want = list(weights.shape(name)), list(shape_wanted)
+            raise refuse(
+                where,
+                name,
+                f"of shape {got}",
+                f"{want}, as config.json says",
+                "correct config.json or weights",
+            )
+
+
+def _more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+
+
+def _stack(stack: StackSpec, prefix: str) -> Shapes:
+    layer = _layer(stack)
+    shapes = {
+        f"{prefix}layers.{i}.{name}": shape for i in range(stack.num_layers) for name, shape in layer.items()
+    }
+    return shapes | {f"{prefix}norm.weight": (stack.hidden_size,)}
+
+
+def _layer(stack: StackSpec) -> Shapes:
+    hidden, inner, head_dim = stack.hidden_size, stack.intermediate_size, stack.head_dim
+    q, kv = stack.num_heads * head_dim, stack.num_kv_heads * head_dim
+    attention: Shapes = {"q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, q)}
+    mlp: Shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    shapes = {f"self_attn.{name}_proj.weight": shape for name, shape in attention.items()}
+    if stack.attention_bias:
+        shapes |= {f"self_attn.{name}_proj.bias": shape[:1] for name, shape in attention.items()}
+    shapes |= {f"self_attn.{name}_norm.weight": (head_dim,) for name in "qk"}
+    shapes |= {f"mlp.{name}_proj.weight": shape for name, shape in mlp.items()}
+    return shapes | {f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}

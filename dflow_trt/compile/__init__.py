@@ -1,0 +1,1 @@
+"""From a graph to an engine, one module a backend."""

@@ -1,0 +1,166 @@
+"""The tensors of the four engines. The only place that spells a tensor name, a plugin or a plugin field.
+
+Dimensions (symbolic unless an engine makes them static):
+
+    B  batch rows: slots of one call          S  token rows of a target pass
+    R  rows that get logits                   T  live cache length, a multiple of CACHE_STEP
+    J  block slots, K + 1 = block size        K  drafted slots
+    L  cache rows                             N  key/value heads
+    D  head size                              E  hidden size of this engine
+    X  packed taps: taps x target hidden      V  vocabulary columns, padded to VOCAB_BLOCK
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dflow_trt.spec import DrafterSpec, StackSpec, TargetSpec
+
+FORMAT_VERSION = 1
+VOCAB_BLOCK = 128  # the blocked argmax works on rows of this many logits
+DEAD_LOGIT = -1e30  # the logit of ids that no tokenizer knows; finite, because masked rows still enter arithmetic
+
+MANIFEST = "dflow.json"
+TOKENIZER_DIR = "tokenizer"
+VOCAB_DATA = "vocab.data"
+
+PLUGIN_DOMAIN = "dflow"
+PLUGIN_VERSION = "1"
+HIDDEN_STATE_EXTRACT = "HiddenStateExtract"
+RELAY_INJECT = "RelayInject"
+RELAY_INJECT_EPSILON = "epsilon"
+
+TARGET, CONTEXT, RELAY, DRAFTER = "target", "context", "relay", "drafter"
+DRAFT_ENGINES = (CONTEXT, RELAY, DRAFTER)
+
+Home = Literal["host", "device"]
+Kind = Literal["int64", "bool", "float32", "engine"]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One engine input or output. ``home`` says where it lives between calls: only small integers (and logits on
+    request) cross to the host. kind "engine" is the dtype that the engine computes in."""
+
+    name: str
+    kind: Kind
+    dims: str
+    home: Home
+    meaning: str
+
+
+INPUT_IDS = TensorSpec("input_ids", "int64", "BS", "host", "token ids of this pass; rows past row_count are any valid id")
+POSITION_IDS = TensorSpec("position_ids", "int64", "BS", "host", "absolute positions, write_index + 0..S-1")
+ROW_COUNT = TensorSpec("row_count", "int64", "B", "host", "live rows of each request, 0..S")
+LOGIT_ROWS = TensorSpec("logit_rows", "int64", "BR", "host", "rows of the pass that get logits")
+WRITE_INDEX = TensorSpec("write_index", "int64", "B", "host", "cache row of the first token row; equals its position")
+KV_INDEX = TensorSpec("kv_index", "int64", "T", "host", "0..T-1, the live part of every cache")
+NEXT_IDS = TensorSpec("next_ids", "int64", "BR", "host", "greedy next token after each logit row, lowest id on ties")
+LOGITS = TensorSpec("logits", "engine", "BRV", "host", "logits of each logit row; fetched only on request")
+HIDDEN = TensorSpec("hidden", "engine", "BSX", "device", "packed outputs of the tapped layers, zero past row_count")
+H = TensorSpec("h", "float32", "BSE", "device", "projected taps: hidden_norm(fc(hidden))")
+PENDING_H = TensorSpec("pending_h", "float32", "BJE", "device", "h of the last verify pass of each request")
+RELAY_SRC = TensorSpec("relay_src", "int64", "BJ", "host", "row of pending_h that each block slot receives")
+RELAY_ON = TensorSpec("relay_on", "bool", "BJ", "host", "whether a block slot receives a relay term")
+BLOCK_IDS = TensorSpec("block_ids", "int64", "BJ", "host", "anchor id, then the mask id")
+BONUS_ID = TensorSpec("bonus_id", "int64", "B", "host", "b, the token that replaced the first rejected draft")
+REJECT_ID = TensorSpec("reject_id", "int64", "B", "host", "y_hat, the first rejected draft")
+BLOCK_EMBEDS = TensorSpec("block_embeds", "engine", "BJE", "device", "drafter input embeddings of the block")
+BLOCK_POSITION_IDS = TensorSpec("position_ids", "int64", "BJ", "host", "absolute positions A..A+K of the block")
+BLOCK_WRITE_INDEX = TensorSpec("write_index", "int64", "B", "host", "A, the context length: first cache row of the block")
+DRAFT_IDS = TensorSpec("draft_ids", "int64", "BK", "host", "greedy draft of each slot, lowest id on ties")
+DRAFT_LOGITS = TensorSpec("draft_logits", "engine", "BKV", "host", "logits of the drafts; only in builds that ask for them")
+
+CacheTensor = Literal["k", "v"]
+CACHE_TENSORS: tuple[CacheTensor, CacheTensor] = ("k", "v")
+
+
+def past(tensor: CacheTensor, layer: int) -> str:
+    """The cache input of one layer."""
+    return f"past_{tensor}_{layer}"
+
+
+def present(tensor: CacheTensor, layer: int) -> str:
+    """The cache output of one layer: the same buffer as :func:`past`, updated in place."""
+    return f"present_{tensor}_{layer}"
+
+
+@dataclass(frozen=True)
+class EngineContract:
+    """What one engine takes and gives, its caches and the sizes of its static dimensions."""
+
+    engine: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    cache_layers: int
+    static: dict[str, int]
+
+    def tensor(self, name: str) -> TensorSpec:
+        """The input or output of that name; KeyError if the engine has none."""
+        for spec in (*self.inputs, *self.outputs):
+            if spec.name == name:
+                return spec
+        raise KeyError(f"engine {self.engine} has no tensor {name}")
+
+    def shape(self, spec: TensorSpec) -> tuple[int | str, ...]:
+        """Static sizes where they are known, dimension letters elsewhere."""
+        return tuple(self.static.get(dim, dim) for dim in spec.dims)
+
+
+def vocab_columns(vocab_size: int) -> int:
+    """V, the vocabulary rounded up to whole argmax blocks."""
+    return -(-vocab_size // VOCAB_BLOCK) * VOCAB_BLOCK
+
+
+def packed_taps(drafters: tuple[DrafterSpec, ...]) -> tuple[int, ...]:
+    """The union of the drafters' taps in order of first use: the layers that ``hidden`` packs."""
+    return tuple(dict.fromkeys(tap for drafter in drafters for tap in drafter.target_layer_ids))
+
+
+def _cache_dims(stack: StackSpec, cache_rows: int) -> dict[str, int]:
+    return {"N": stack.num_kv_heads, "L": cache_rows, "D": stack.head_dim}
+
+
+def target_contract(target: TargetSpec, taps: tuple[int, ...], cache_rows: int) -> EngineContract:
+    """The target: one pass over S token rows a request, causal, with its KV cache."""
+    stack = target.stack
+    static = {"E": stack.hidden_size, "V": vocab_columns(target.vocab_size), "X": len(taps) * stack.hidden_size}
+    return EngineContract(
+        TARGET,
+        (INPUT_IDS, POSITION_IDS, ROW_COUNT, LOGIT_ROWS, WRITE_INDEX, KV_INDEX),
+        (NEXT_IDS, LOGITS, HIDDEN) if taps else (NEXT_IDS, LOGITS),
+        stack.num_layers,
+        static | _cache_dims(stack, cache_rows),
+    )
+
+
+def context_contract(drafter: DrafterSpec, taps: tuple[int, ...], cache_rows: int) -> EngineContract:
+    """The context: taps of any target pass in, h and the drafter's context keys and values out."""
+    static = {"E": drafter.stack.hidden_size, "X": len(taps) * drafter.target_hidden_size}
+    return EngineContract(
+        CONTEXT,
+        (HIDDEN, POSITION_IDS, WRITE_INDEX),
+        (H,),
+        drafter.stack.num_layers,
+        static | _cache_dims(drafter.stack, cache_rows),
+    )
+
+
+def relay_contract(drafter: DrafterSpec) -> EngineContract:
+    """The relay: block embeddings, plus the relay term where there is one. A drafter without relay only embeds."""
+    relay = (PENDING_H, RELAY_SRC, RELAY_ON, BONUS_ID, REJECT_ID) if drafter.relay else ()
+    static = {"E": drafter.stack.hidden_size, "J": drafter.block_size}
+    return EngineContract(RELAY, (BLOCK_IDS, *relay), (BLOCK_EMBEDS,), 0, static)
+
+
+def drafter_contract(drafter: DrafterSpec, cache_rows: int, draft_logits: bool) -> EngineContract:
+    """The drafter: one pass over the block, its keys and values written behind the context and never kept."""
+    static = {"E": drafter.stack.hidden_size, "J": drafter.block_size, "K": drafter.num_drafts}
+    return EngineContract(
+        DRAFTER,
+        (BLOCK_EMBEDS, BLOCK_POSITION_IDS, BLOCK_WRITE_INDEX, KV_INDEX),
+        (DRAFT_IDS, DRAFT_LOGITS) if draft_logits else (DRAFT_IDS,),
+        drafter.stack.num_layers,
+        static | {"V": vocab_columns(drafter.vocab_size)} | _cache_dims(drafter.stack, cache_rows),
+    )

@@ -1,0 +1,407 @@
+"""The draft-verify-relay loop with in-flight batching.
+
+One :meth:`Decoder.step` reads: admit -> relay -> draft -> target (verify) -> context -> accept -> target (prefill chunks)
+-> context -> retire. Requests join and leave between any two steps.
+
+Shape suffixes: B requests of one call, S token rows, J block slots, R logit rows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dflow_trt import contract as c
+from dflow_trt.bundle import Bundle
+from dflow_trt.errors import UserError
+from dflow_trt.method.draft import block_ids, draft_length, positions
+from dflow_trt.method.relay import relay_rows, relay_state
+from dflow_trt.method.sampling import Pick, Sampler
+from dflow_trt.method.verify import Accepted, accept
+from dflow_trt.request import Emission, Phase, Request, RequestStats, RoundResult, Slot
+from dflow_trt.runtime.base import Array, Runtime
+from dflow_trt.spec import CACHE_STEP, DrafterSpec
+
+CHUNK_STEP = 16  # prefill rows are padded to this, so that call shapes repeat
+
+
+class QueueFull(UserError):
+    """The bounded queue takes no more requests; try again when some have finished."""
+
+
+@dataclass
+class _Round:
+    """Scratch of one step: emissions so far and the time spent in engines."""
+
+    emissions: list[Emission] = field(default_factory=list)
+    milliseconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """The arrays of one target pass over adjacent slots."""
+
+    slots: range
+    feeds: dict[str, Array]
+    next_ids_BR: Array
+    logits_BRV: Array | None
+
+
+class Decoder:
+    """Runs requests over a runtime's slots. Not thread-safe: one owner calls submit, step and cancel."""
+
+    def __init__(self, bundle: Bundle, runtime: Runtime, max_queue: int = 1024) -> None:
+        self._bundle, self._runtime, self._max_queue = bundle, runtime, max_queue
+        self._queue: deque[Slot] = deque()
+        self._slots: list[Slot] = []  # decoding requests first, then those in prefill
+        self._cancelled: set[str] = set()
+        self._min_rows = 2 if bundle.target.stack.heads_per_group == 1 else 1
+        self._round = _Round()
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """Nothing queued, nothing in flight."""
+        return not self._queue and not self._slots
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._queue)
+
+    @property
+    def num_active(self) -> int:
+        return len(self._slots)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. UserError names what is wrong with it; QueueFull says that the queue is at its bound."""
+        if len(self._queue) >= self._max_queue:
+            raise QueueFull(f"request {request.id}: {len(self._queue)} requests are queued, at most {self._max_queue} are")
+        if any(slot.request.id == request.id for slot in (*self._queue, *self._slots)):
+            raise UserError(f"request {request.id}: this id is in flight already; choose another")
+        self._queue.append(self._slot(request))
+
+    def _slot(self, request: Request) -> Slot:
+        build, target, params = self._bundle.build, self._bundle.target, request.params
+        prompt = self._checked_prompt(request)
+        stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(target.eos_ids))
+        sampler = Sampler(params, prompt, target.live_vocab, sorted(stops), request.seed, request.sample_index)
+        limit = min(params.max_tokens, build.max_seq_len - len(prompt))
+        return Slot(request, sampler, prompt, limit, stats=RequestStats(prompt_tokens=len(prompt)))
+
+    def _checked_prompt(self, request: Request) -> list[int]:
+        build, vocab = self._bundle.build, self._bundle.target.vocab_size
+        prompt, limit = list(request.prompt_ids), min(build.max_input_len, build.max_seq_len - 1)
+        if not prompt:
+            raise UserError(f"request {request.id}: the prompt is empty; give at least one token")
+        if len(prompt) > limit:
+            raise UserError(
+                f"request {request.id}: the prompt has {len(prompt)} tokens, this bundle takes {limit}; "
+                "shorten it or build with a larger --max-input-len and --max-seq-len"
+            )
+        for token in prompt:
+            if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocab:
+                raise UserError(f"request {request.id}: prompt token {token!r}, ids go from 0 to {vocab - 1}")
+        return [int(token) for token in prompt]
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request at the next step, whatever its phase; False if it is not here."""
+        known = any(slot.request.id == request_id for slot in (*self._queue, *self._slots))
+        if known:
+            self._cancelled.add(request_id)
+        return known
+
+    # -- one round ---------------------------------------------------------------------------------------------------
+
+    def step(self, hold: Collection[str] = ()) -> RoundResult:
+        """One round of everything in flight; requests named in ``hold`` wait, their state untouched."""
+        start = time.perf_counter()
+        self._round = _Round()
+        self._drop_cancelled()
+        self._admit()
+        decoding = [slot for slot in self._slots if slot.phase is Phase.DECODE]
+        rows = self._decode_round(decoding, hold)
+        self._prefill(range(len(decoding), len(self._slots)), self._bundle.build.max_num_tokens - rows, hold)
+        self._retire()
+        spent = self._round.milliseconds
+        spent["host"] = (time.perf_counter() - start) * 1e3 - sum(spent.values())
+        return RoundResult(tuple(self._round.emissions), spent)
+
+    def _drop_cancelled(self) -> None:
+        if not self._cancelled:
+            return
+        for slot in [slot for slot in (*self._queue, *self._slots) if slot.request.id in self._cancelled]:
+            self._emit(slot, Accepted((), 0, "cancelled"), (), 0)
+            if slot in self._queue:
+                self._queue.remove(slot)
+        self._cancelled.clear()
+        self._retire()
+
+    def _admit(self) -> None:
+        while self._queue and len(self._slots) < self._bundle.build.max_batch_size:
+            self._slots.append(self._queue.popleft())
+
+    def _decode_round(self, decoding: Sequence[Slot], hold: Collection[str]) -> int:
+        """Draft, verify and accept for every decoding request; gives the token rows of the target pass."""
+        wanted = [self._wanted(slot, hold) for slot in decoding]
+        live = [slot.request.id not in hold for slot in decoding]
+        if not any(live):
+            return 0
+        drafts = self._draft(decoding, wanted)
+        blocks = [[slot.tokens[-1], *drafts[i]] if live[i] else [] for i, slot in enumerate(decoding)]
+        passed = self._target(range(len(decoding)), blocks, [list(range(len(block))) for block in blocks], "verify")
+        self._context(passed, decoding)
+        for i, slot in enumerate(decoding):
+            if live[i]:
+                self._accept(slot, i, drafts[i], passed)
+        self._keep_pending(decoding, passed.slots)
+        return passed.feeds[c.INPUT_IDS.name].size
+
+    def _wanted(self, slot: Slot, hold: Collection[str]) -> int:
+        drafter = slot.request.strategy.drafter
+        if drafter is None or slot.request.id in hold:
+            return 0
+        num_drafts = self._bundle.drafters[drafter].spec.num_drafts
+        return draft_length(num_drafts, slot.remaining, slot.request.draft_tokens)
+
+    # -- draft -------------------------------------------------------------------------------------------------------
+
+    def _draft(self, decoding: Sequence[Slot], wanted: Sequence[int]) -> list[tuple[int, ...]]:
+        """The first wanted[i] drafts of each request: relay and drafter, one call each a drafter in use."""
+        drafts: list[tuple[int, ...]] = [()] * len(decoding)
+        for name, entry in self._bundle.drafters.items():
+            users = [i for i, k in enumerate(wanted) if k and decoding[i].request.strategy.drafter == name]
+            if not users:
+                continue
+            slots = range(users[0], users[-1] + 1)
+            ids_BK = self._propose(entry.spec, decoding[slots.start : slots.stop], slots, set(users))
+            for i in users:
+                drafts[i] = tuple(ids_BK[i - slots.start, : wanted[i]].tolist())
+        return drafts
+
+    def _propose(self, drafter: DrafterSpec, rows: Sequence[Slot], slots: range, users: set[int]) -> Array:
+        size, context_B = drafter.block_size, np.array([slot.kv_len for slot in rows], np.int64)
+        feeds: dict[str, Array] = {c.BLOCK_IDS.name: block_ids([s.tokens[-1] for s in rows], drafter.mask_token_id, size)}
+        if drafter.relay:
+            feeds |= self._relay_feeds(drafter, rows, slots, users)
+        self._run(c.RELAY, drafter.name, slots, feeds)
+        block = {
+            c.BLOCK_POSITION_IDS.name: positions(context_B, size),
+            c.BLOCK_WRITE_INDEX.name: context_B,
+            c.KV_INDEX.name: _kv_index(int(context_B.max()) + size),
+        }
+        return self._run(c.DRAFTER, drafter.name, slots, block, (c.DRAFT_IDS.name,))[0]
+
+    def _relay_feeds(
+        self, drafter: DrafterSpec, rows: Sequence[Slot], slots: range, users: set[int]
+    ) -> dict[str, Array]:
+        assert drafter.relay is not None
+        source_BJ = np.zeros((len(rows), drafter.block_size), np.int64)
+        on_BJ = np.zeros((len(rows), drafter.block_size), np.bool_)
+        pair_B2 = np.zeros((len(rows), 2), np.int64)
+        for i, slot in enumerate(rows):
+            state, relayed = slot.relay, slot.request.strategy.relay and slots[i] in users
+            if state is not None and relayed and slot.request.strategy.drafter == drafter.name:
+                source_BJ[i], on_BJ[i] = relay_rows(state, drafter.relay.start, drafter.block_size)
+                pair_B2[i] = state.bonus_id, state.reject_id
+                slot.stats.relayed_slots += int(on_BJ[i].sum())
+        return {
+            c.RELAY_SRC.name: source_BJ,
+            c.RELAY_ON.name: on_BJ,
+            c.BONUS_ID.name: pair_B2[:, 0],
+            c.REJECT_ID.name: pair_B2[:, 1],
+        }
+
+    # -- target and context ------------------------------------------------------------------------------------------
+
+    def _target(
+        self, slots: range, tokens: Sequence[Sequence[int]], logit_rows: Sequence[Sequence[int]], stage: str, pad: int = 1
+    ) -> _Pass:
+        """One target pass: tokens[i] at the end of slot i's cache, logits at logit_rows[i]."""
+        rows = [self._slots[i] for i in slots]
+        width = max(self._min_rows, -(-max(map(len, tokens)) // pad) * pad)
+        start_B = np.array([slot.kv_len for slot in rows], np.int64)
+        feeds = {
+            c.INPUT_IDS.name: _padded(tokens, width),
+            c.POSITION_IDS.name: positions(start_B, width),
+            c.ROW_COUNT.name: np.array([len(row) for row in tokens], np.int64),
+            c.LOGIT_ROWS.name: _padded(logit_rows, max(map(len, logit_rows))),
+            c.WRITE_INDEX.name: start_B,
+            c.KV_INDEX.name: _kv_index(int(start_B.max()) + width),
+        }
+        fetch = [c.NEXT_IDS.name]
+        if any(slot.sampler.needs_logits for slot, row in zip(rows, logit_rows, strict=True) if row):
+            fetch.append(c.LOGITS.name)
+        outputs = self._run(c.TARGET, None, slots, feeds, fetch, stage)
+        return _Pass(slots, feeds, outputs[0], outputs[1] if len(outputs) > 1 else None)
+
+    def _context(self, passed: _Pass, rows: Sequence[Slot]) -> None:
+        """Right after every target pass: its rows become context of each drafter in use."""
+        used = dict.fromkeys(slot.request.strategy.drafter for slot in rows)
+        names = (c.POSITION_IDS.name, c.WRITE_INDEX.name)
+        for drafter in used:
+            if drafter is not None:
+                self._run(c.CONTEXT, drafter, passed.slots, {name: passed.feeds[name] for name in names})
+
+    def _keep_pending(self, rows: Sequence[Slot], slots: range) -> None:
+        """Keep the h rows of this verify pass for those requests whose next draft is relayed."""
+        for drafter in dict.fromkeys(slot.request.strategy.drafter for slot in rows):
+            keep = {
+                slots[i]: slot.relay.drafted + 1
+                for i, slot in enumerate(rows)
+                if slot.relay is not None and slot.request.strategy.drafter == drafter
+            }
+            if keep and drafter is not None:
+                self._runtime.keep_pending(drafter, keep, slots)
+
+    # -- accept ------------------------------------------------------------------------------------------------------
+
+    def _accept(self, slot: Slot, row: int, drafts: tuple[int, ...], passed: _Pass) -> None:
+        picks: list[Pick] = []
+        try:
+            accepted = accept(drafts, lambda i: self._choose(slot, passed, row, i, picks), lambda t: self._finish(slot))
+        except UserError as error:
+            self._emit(slot, Accepted((), 0, "error"), (), len(drafts), str(error))
+            return
+        slot.kv_len += len(accepted.tokens)
+        slot.relay = relay_state(drafts, accepted.tokens, accepted.num_accepted) if slot.request.strategy.relay else None
+        stats = slot.stats
+        stats.rounds += 1
+        stats.drafted += len(drafts)
+        stats.accepted += accepted.num_accepted
+        stats.emitted += len(accepted.tokens)
+        self._emit(slot, accepted, picks, len(drafts))
+
+    def _choose(self, slot: Slot, passed: _Pass, row: int, i: int, picks: list[Pick]) -> int:
+        """The target's own token at row i, committed."""
+        if slot.sampler.needs_logits:
+            assert passed.logits_BRV is not None
+            pick = slot.sampler.pick(passed.logits_BRV[row, i], len(slot.tokens))
+        else:
+            pick = Pick(int(passed.next_ids_BR[row, i]))
+        slot.sampler.commit(pick.token)
+        slot.tokens.append(pick.token)
+        picks.append(pick)
+        return pick.token
+
+    def _finish(self, slot: Slot) -> str | None:
+        """Why the request ends with its newest token, or None."""
+        request, params = slot.request, slot.request.params
+        token = slot.tokens[-1]
+        text_stop = request.text_stop is not None and request.text_stop(token)
+        eos = token in self._bundle.target.eos_ids and not params.ignore_eos
+        if slot.num_output >= params.min_tokens and (eos or token in params.stop_token_ids or text_stop):
+            return "stop"
+        return "length" if slot.remaining <= 0 else None
+
+    def _emit(
+        self, slot: Slot, accepted: Accepted, picks: Sequence[Pick], drafted: int, error: str | None = None
+    ) -> None:
+        slot.stats.output_tokens = slot.num_output
+        if accepted.finish_reason:
+            slot.limit = -1  # retired at the end of this step
+        emission = Emission(
+            slot.request.id, tuple(picks), accepted.num_accepted, drafted, accepted.finish_reason, slot.stats, error
+        )
+        self._round.emissions.append(emission)
+
+    # -- prefill -----------------------------------------------------------------------------------------------------
+
+    def _prefill(self, slots: range, budget: int, hold: Collection[str]) -> None:
+        """A chunk of every waiting prompt within ``budget`` token rows; the last chunk yields the first token."""
+        slots = slots[: max(0, budget) // self._min_rows]
+        rows = [self._slots[i] for i in slots]
+        if not rows or all(slot.request.id in hold for slot in rows):
+            return
+        width = self._chunk_width(rows, budget)
+        counts = [0 if slot.request.id in hold else min(width, slot.unread) for slot in rows]
+        tokens = [slot.tokens[slot.kv_len : slot.kv_len + count] for slot, count in zip(rows, counts, strict=True)]
+        last = [[count - 1] if count == slot.unread else [] for slot, count in zip(rows, counts, strict=True)]
+        passed = self._target(slots, tokens, last if any(last) else [[0]] * len(rows), "prefill", min(width, CHUNK_STEP))
+        self._context(passed, rows)
+        for i, (slot, count) in enumerate(zip(rows, counts, strict=True)):
+            slot.kv_len += count
+            slot.stats.prefill_passes += count > 0
+            if last[i]:
+                self._first_token(slot, i, passed)
+        self._promote(slots)
+
+    def _chunk_width(self, rows: Sequence[Slot], budget: int) -> int:
+        """Rows a request: no wider than the shortest waiting prompt, so that nothing long pads it; in whole steps."""
+        room = min(budget // len(rows), self._bundle.build.prefill_chunk)
+        shortest = min(slot.unread for slot in rows)
+        wanted = min(room, -(-shortest // CHUNK_STEP) * CHUNK_STEP)
+        return wanted if wanted < CHUNK_STEP else wanted // CHUNK_STEP * CHUNK_STEP
+
+    def _first_token(self, slot: Slot, row: int, passed: _Pass) -> None:
+        """The prefill's own token: emitted, counted in no round, the first anchor."""
+        picks: list[Pick] = []
+        slot.phase = Phase.DECODE
+        try:
+            self._choose(slot, passed, row, 0, picks)
+        except UserError as error:
+            self._emit(slot, Accepted((), 0, "error"), (), 0, str(error))
+            return
+        self._emit(slot, Accepted((slot.tokens[-1],), 0, self._finish(slot)), picks, 0)
+
+    def _promote(self, slots: range) -> None:
+        """Keep decoding requests in front: a prompt that finished first changes places with one still waiting."""
+        front = slots.start
+        for i in range(slots.start, len(self._slots)):
+            if self._slots[i].phase is Phase.DECODE:
+                self._swap(front, i)
+                front += 1
+
+    # -- slots -------------------------------------------------------------------------------------------------------
+
+    def _swap(self, a: int, b: int) -> None:
+        if a == b:
+            return
+        rows = max(self._slots[a].kv_len, self._slots[b].kv_len)
+        self._runtime.swap(a, b, rows)
+        self._slots[a], self._slots[b] = self._slots[b], self._slots[a]
+
+    def _retire(self) -> None:
+        """Free the slots of finished requests; the others close up, decoding ones first."""
+        for i in reversed(range(len(self._slots))):
+            if self._slots[i].limit >= 0:
+                continue
+            decoding = sum(slot.phase is Phase.DECODE for slot in self._slots)
+            hole = i
+            if i < decoding:
+                self._swap(i, decoding - 1)
+                hole = decoding - 1
+            self._swap(hole, len(self._slots) - 1)
+            self._slots.pop()
+
+    def _run(
+        self,
+        engine: str,
+        drafter: str | None,
+        slots: range,
+        feeds: dict[str, Array],
+        fetch: Sequence[str] = (),
+        stage: str | None = None,
+    ) -> list[Array]:
+        start = time.perf_counter()
+        outputs = self._runtime.run(engine, drafter, slots, feeds, fetch)
+        spent, stage = self._round.milliseconds, stage or engine
+        spent[stage] = spent.get(stage, 0.0) + (time.perf_counter() - start) * 1e3
+        return outputs
+
+
+def _padded(rows: Sequence[Sequence[int]], width: int) -> Array:
+    """[B,width] int64, zeros behind each row: id 0 is valid, and what padding rows compute is never read."""
+    out_BS = np.zeros((len(rows), max(width, 1)), np.int64)
+    for i, row in enumerate(rows):
+        out_BS[i, : len(row)] = row
+    return out_BS
+
+
+def _kv_index(length: int) -> Array:
+    """[T]: the live cache rows, in whole steps."""
+    return np.arange(-(-length // CACHE_STEP) * CACHE_STEP)

@@ -1,0 +1,290 @@
+"""The Qwen3 blocks that target and drafter share: linear, norm, rope, attention, SwiGLU, embedding, head.
+
+The choices by backend live here, each in one function: :func:`linear` (weight form), :func:`attend` (attention form).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from dflow_trt.contract import DEAD_LOGIT, VOCAB_BLOCK
+from dflow_trt.graphs import store
+from dflow_trt.graphs.builder import CONTRIB, NUMPY, GraphBuilder
+from dflow_trt.rope import rope_tables
+from dflow_trt.spec import StackSpec
+
+U8_ZERO = np.array(128, np.uint8)
+MASKED_SCORE = -1e30  # finite: a row of -inf would make NaN of garbage rows
+
+
+def linear(g: GraphBuilder, name: str, x: ir.Value, weights: Sequence[str], bias: Sequence[str] = ()) -> ir.Value:
+    """x [.., in] times the stacked weights [sum of out, in] of the checkpoint, plus their stacked biases."""
+    y = _row_int8(g, name, x, weights) if g.lowering.weights == "int8" else _matmul(g, name, x, weights)
+    if not bias:
+        return y
+    values = np.concatenate([g.source.read(part) for part in bias])
+    return g.op(f"{name}.biased", "Add", y, g.stored(f"{name}.bias", values))
+
+
+def _matmul(g: GraphBuilder, name: str, x: ir.Value, weights: Sequence[str]) -> ir.Value:
+    array = store.transposed(g.source, weights, NUMPY[g.lowering.dtype])
+    return g.op(name, "MatMul", x, g.weight(g.store.add(f"{name}.weight", array)))
+
+
+def _row_int8(g: GraphBuilder, name: str, x: ir.Value, weights: Sequence[str]) -> ir.Value:
+    """Per-token uint8 activations, per-channel int8 weights: integer sums are exact, so a row's result does not
+    depend on the other rows of the call."""
+    array, scale = store.quantised(g.source, weights)
+    levels, step = quantise_rows(g, name, x)
+    weight = g.weight(g.store.add(f"{name}.weight", array))
+    channels = g.constant(f"{name}.weight_scale", scale)
+    return g.op(name, "Mul", int8_matmul(g, f"{name}.unscaled", levels, weight, channels), step)
+
+
+def quantise_rows(g: GraphBuilder, name: str, x: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """(uint8 levels of x [.., in] around 128, float step [.., 1]): x ~ (levels - 128) * step."""
+    peak = g.op(f"{name}.peak", "ReduceMax", g.op(f"{name}.abs", "Abs", x), g.ints(-1), keepdims=1)
+    safe = g.op(f"{name}.safe_peak", "Max", peak, g.scalar("tiny", 1e-20))
+    step = g.op(f"{name}.step", "Div", safe, g.scalar("int8.top", 127.0))
+    rounded = g.op(f"{name}.rounded", "Round", g.op(f"{name}.in_steps", "Div", x, step))
+    shifted = g.op(f"{name}.shifted", "Add", rounded, g.scalar("uint8.zero", 128.0))
+    return g.op(f"{name}.levels", "Cast", shifted, to=int(ir.DataType.UINT8)), step
+
+
+def int8_matmul(
+    g: GraphBuilder, name: str, levels: ir.Value, weight: ir.Value, scale: ir.Value, bias: ir.Value | None = None
+) -> ir.Value:
+    """(levels - 128) @ weight, times the channel scale; the row step is left to the caller."""
+    one, zero = g.scalar("one", 1.0), g.constant("uint8.zero_point", U8_ZERO)
+    inputs = (levels, weight, one, scale, zero, None, bias)
+    return g.op(name, "MatMulIntegerToFloat", *inputs, domain=CONTRIB)
+
+
+def rms_norm(g: GraphBuilder, name: str, x: ir.Value, weight: str, eps: float) -> ir.Value:
+    return g.op(name, "RMSNormalization", x, g.vector(weight), axis=-1, epsilon=eps)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The rotary tables of one engine, float32 whatever its dtype, and the positions that it rotates to."""
+
+    cos: ir.Value
+    sin: ir.Value
+    position_ids: ir.Value
+
+    @classmethod
+    def of(cls, g: GraphBuilder, stack: StackSpec, position_ids: ir.Value) -> Rope:
+        cos, sin = rope_tables(stack.rope, stack.head_dim, g.contract.static["L"])
+        return cls(g.stored("rope.cos", cos, "float32"), g.stored("rope.sin", sin, "float32"), position_ids)
+
+    def rotate(self, g: GraphBuilder, name: str, x: ir.Value) -> ir.Value:
+        """x [B,heads,S,D] rotated in float32."""
+        if g.lowering.dtype == "float32":
+            return g.op(name, "RotaryEmbedding", x, self.cos, self.sin, self.position_ids)
+        wide = g.cast(f"{name}.wide", x, "float32")
+        rotated = g.op(f"{name}.rotated", "RotaryEmbedding", wide, self.cos, self.sin, self.position_ids)
+        return g.cast(name, rotated, g.lowering.dtype)
+
+
+class Visibility:
+    """Which cache rows each query row may see, one mask for every (causal, window) that the layers use.
+
+    Masks are bool: [B,1,G*S,T] in the folded form (query rows repeated for each head of a group), [B,1,S,T] for the
+    Attention operator. ``end`` [B] is the first cache row that nobody may see (not needed where all layers are causal).
+    """
+
+    def __init__(
+        self, g: GraphBuilder, stack: StackSpec, positions: ir.Value, kv_index: ir.Value, end: ir.Value | None = None
+    ) -> None:
+        self._g, self._kv, self._end, self._positions = g, kv_index, end, positions
+        folded = g.lowering.attention == "fold" and stack.heads_per_group > 1
+        rows = g.op("mask.rows", "Tile", positions, g.ints(1, stack.heads_per_group)) if folded else positions
+        self._rows = g.op("mask.query", "Unsqueeze", rows, g.ints(1, 3))
+        self._masks: dict[tuple[bool, int | None], ir.Value] = {}
+
+    def mask(self, causal: bool, window: int | None) -> ir.Value:
+        key = (causal, window)
+        if key not in self._masks:
+            self._masks[key] = self._build(f"mask.{'causal' if causal else 'block'}.{window or 'full'}", *key)
+        return self._masks[key]
+
+    def _build(self, name: str, causal: bool, window: int | None) -> ir.Value:
+        conditions = [self._causal(name) if causal else self._before_end(name)]
+        if window is not None:
+            conditions.append(self._near(name, "behind", self._rows, self._kv, window))
+            if not causal:
+                conditions.append(self._near(name, "ahead", self._kv, self._rows, window))
+        mask = conditions[0]
+        for i, condition in enumerate(conditions[1:]):
+            mask = self._g.op(f"{name}.and_{i}", "And", mask, condition)
+        return mask
+
+    def _causal(self, name: str) -> ir.Value:
+        return self._g.op(f"{name}.past", "LessOrEqual", self._kv, self._rows)
+
+    def _near(self, name: str, label: str, later: ir.Value, earlier: ir.Value, window: int) -> ir.Value:
+        distance = self._g.op(f"{name}.{label}", "Sub", later, earlier)
+        limit = self._g.constant(f"window.{window}", np.array(window, np.int64))
+        return self._g.op(f"{name}.{label}.near", "Less", distance, limit)
+
+    def _before_end(self, name: str) -> ir.Value:
+        assert self._end is not None
+        end = self._g.op(f"{name}.end", "Unsqueeze", self._end, self._g.ints(1, 2, 3))
+        row = self._g.op(f"{name}.live", "Less", self._kv, end)
+        if self._g.lowering.attention == "fold":
+            return row  # [B,1,1,T] broadcasts
+        ones = self._g.op(f"{name}.rows", "GreaterOrEqual", self._rows, self._g.ints(0))
+        return self._g.op(f"{name}.expanded", "And", row, ones)  # the operator wants every query row
+
+
+def attend(
+    g: GraphBuilder, name: str, q: ir.Value, k: ir.Value, v: ir.Value, mask: ir.Value, stack: StackSpec
+) -> ir.Value:
+    """Scaled dot-product attention of q [B,H,S,D] over k, v [B,N,T,D]: [B,H,S,D]."""
+    scale = 1.0 / math.sqrt(stack.head_dim)
+    if g.lowering.attention == "op":
+        return g.op(name, "Attention", q, k, v, mask, scale=scale)
+    scaled = g.op(f"{name}.scaled", "Mul", q, g.scalar("attn.scale", scale))
+    rows = g.op(f"{name}.folded", "Reshape", scaled, g.ints(0, stack.num_kv_heads, -1, stack.head_dim))
+    scores = g.op(f"{name}.scores", "MatMul", rows, g.op(f"{name}.keys", "Transpose", k, perm=[0, 1, 3, 2]))
+    visible = g.op(f"{name}.visible", "Where", mask, scores, g.scalar("attn.masked", MASKED_SCORE))
+    mixed = g.op(f"{name}.mixed", "MatMul", g.op(f"{name}.weights", "Softmax", visible, axis=-1), v)
+    return g.op(name, "Reshape", mixed, g.ints(0, stack.num_heads, -1, stack.head_dim))
+
+
+def heads(g: GraphBuilder, name: str, x: ir.Value, count: int, head_dim: int) -> ir.Value:
+    """[B,S,count*D] -> [B,S,count,D]."""
+    return g.op(f"{name}.by_head", "Reshape", x, g.ints(0, 0, count, head_dim))
+
+
+def keys_values(
+    g: GraphBuilder, name: str, layer: str, k: ir.Value, v: ir.Value, rope: Rope, stack: StackSpec
+) -> tuple[ir.Value, ir.Value]:
+    """Projected k, v [B,S,N*D] -> normed, rotated keys and values [B,N,S,D], ready for the cache."""
+    size = (stack.num_kv_heads, stack.head_dim)
+    normed = rms_norm(g, f"{name}.k_norm", heads(g, f"{name}.k", k, *size), f"{layer}.self_attn.k_norm.weight", stack.rms_norm_eps)
+    keys = rope.rotate(g, f"{name}.k_rope", g.op(f"{name}.k_rows", "Transpose", normed, perm=[0, 2, 1, 3]))
+    return keys, g.op(f"{name}.v_rows", "Transpose", heads(g, f"{name}.v", v, *size), perm=[0, 2, 1, 3])
+
+
+@dataclass(frozen=True)
+class DecoderLayers:
+    """The decoder layers of one engine, over its own cache. ``prefix`` is the checkpoint's, e.g. "model."."""
+
+    g: GraphBuilder
+    stack: StackSpec
+    prefix: str
+    rope: Rope
+    visibility: Visibility
+    write_index: ir.Value
+    kv_index: ir.Value
+
+    def layer(self, i: int, x: ir.Value) -> ir.Value:
+        """x [B,S,E] -> the output of decoder layer i [B,S,E]."""
+        g, name, source, eps = self.g, f"layers.{i}", f"{self.prefix}layers.{i}", self.stack.rms_norm_eps
+        normed = rms_norm(g, f"{name}.input_norm", x, f"{source}.input_layernorm.weight", eps)
+        x = g.op(f"{name}.attended", "Add", x, self._attention(i, f"{name}.attn", source, normed))
+        normed = rms_norm(g, f"{name}.mlp_norm", x, f"{source}.post_attention_layernorm.weight", eps)
+        return g.op(f"{name}.out", "Add", x, swiglu(g, f"{name}.mlp", source, normed))
+
+    def _attention(self, i: int, name: str, source: str, x: ir.Value) -> ir.Value:
+        g, stack = self.g, self.stack
+        q, k, v = self._project(name, source, x)
+        normed = rms_norm(g, f"{name}.q_norm", heads(g, f"{name}.q", q, stack.num_heads, stack.head_dim), f"{source}.self_attn.q_norm.weight", stack.rms_norm_eps)
+        queries = self.rope.rotate(g, f"{name}.q_rope", g.op(f"{name}.q_rows", "Transpose", normed, perm=[0, 2, 1, 3]))
+        keys, values = keys_values(g, name, source, k, v, self.rope, stack)
+        live = [self._live(i, name, label, rows) for label, rows in (("k", keys), ("v", values))]
+        mask = self.visibility.mask(stack.causal[i], stack.windows[i])
+        mixed = g.op(f"{name}.by_row", "Transpose", attend(g, name, queries, live[0], live[1], mask, stack), perm=[0, 2, 1, 3])
+        joined = g.op(f"{name}.joined", "Reshape", mixed, g.ints(0, 0, stack.num_heads * stack.head_dim))
+        bias = [f"{source}.self_attn.o_proj.bias"] if stack.attention_bias else []
+        return linear(g, f"{name}.o_proj", joined, [f"{source}.self_attn.o_proj.weight"], bias)
+
+    def _project(self, name: str, source: str, x: ir.Value) -> Sequence[ir.Value]:
+        stack = self.stack
+        parts = [f"{source}.self_attn.{label}_proj" for label in "qkv"]
+        bias = [f"{part}.bias" for part in parts] if stack.attention_bias else []
+        qkv = linear(self.g, f"{name}.qkv_proj", x, [f"{part}.weight" for part in parts], bias)
+        kv = stack.num_kv_heads * stack.head_dim
+        return self.g.split(name, qkv, (stack.num_heads * stack.head_dim, kv, kv), "qkv")
+
+    def _live(self, i: int, name: str, label: str, rows: ir.Value) -> ir.Value:
+        """Write rows into the cache and give its live part [B,N,T,D]."""
+        g = self.g
+        cache = g.update_cache(i, "k" if label == "k" else "v", rows, self.write_index)
+        length = self._live_length()
+        return g.op(f"{name}.live_{label}", "Slice", cache, g.ints(0), length, g.ints(2))
+
+    def _live_length(self) -> ir.Value:
+        return self.g.once("live_length", "Shape", self.kv_index)
+
+
+def swiglu(g: GraphBuilder, name: str, source: str, x: ir.Value) -> ir.Value:
+    """down(silu(gate(x)) * up(x))."""
+    fused = [f"{source}.mlp.gate_proj.weight", f"{source}.mlp.up_proj.weight"]
+    size = g.source.shape(fused[0])[0]
+    gate, up = g.split(name, linear(g, f"{name}.gate_up_proj", x, fused), (size, size), ("gate", "up"))
+    silu = g.op(f"{name}.silu", "Mul", gate, g.op(f"{name}.sigmoid", "Sigmoid", gate))
+    return linear(g, f"{name}.down_proj", g.op(f"{name}.gated", "Mul", silu, up), [f"{source}.mlp.down_proj.weight"])
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The vocabulary tables, written once and named by every engine that needs them.
+
+    embed [V,E] in the checkpoint's dtype or the head's; head [V,E] in the engine dtype; head_int8 ([E,V] int8, [V]
+    scale) where an engine's head is quantised; dead [V] is added to the logits where some columns are no token.
+    """
+
+    embed: ir.ExternalTensor
+    head: ir.ExternalTensor | None
+    head_int8: tuple[ir.ExternalTensor, ir.ExternalTensor] | None
+    dead: np.ndarray | None
+
+    def embedding(self, g: GraphBuilder, name: str, ids: ir.Value) -> ir.Value:
+        """ids [..] -> [..,E] in the engine's dtype; the table keeps its own."""
+        rows = g.op(name, "Gather", g.weight(self.embed), ids)
+        return rows if self.embed.dtype == g.engine_type else g.cast(f"{name}.cast", rows, g.lowering.dtype)
+
+    def scores(self, g: GraphBuilder, x: ir.Value) -> Scores:
+        """Final-normed rows [M,E] -> one score a row and vocabulary column."""
+        bias = None if self.dead is None else g.stored("head.dead", self.dead)
+        if g.lowering.weights == "float":
+            assert self.head is not None
+            return Scores(g.op("head", "Gemm", x, g.weight(self.head), bias, transB=1), None)
+        assert self.head_int8 is not None
+        weight, scale = (g.weight(tensor) for tensor in self.head_int8)
+        levels, step = quantise_rows(g, "head", x)
+        return Scores(int8_matmul(g, "head", levels, weight, scale, bias), step)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the head gives: values [M,V] in the order of the logits; logits = values * step where there is a row step."""
+
+    values: ir.Value
+    step: ir.Value | None
+
+    def logits(self, g: GraphBuilder) -> ir.Value:
+        return self.values if self.step is None else g.op("head.logits", "Mul", self.values, self.step)
+
+
+def dead_columns(live: int, columns: int) -> np.ndarray | None:
+    """The logit bias [V] that keeps ids without a token from ever being chosen; None where every column is a token."""
+    return None if live == columns else np.where(np.arange(columns) < live, 0, DEAD_LOGIT).astype(np.float32)
+
+
+def argmax(g: GraphBuilder, scores: ir.Value) -> ir.Value:
+    """Lowest id of the largest score: [M,V] -> [M]. Blocked, because ONNX Runtime's ArgMax over a vocabulary is slow."""
+    blocks = g.op("argmax.blocks", "Reshape", scores, g.ints(0, -1, VOCAB_BLOCK))
+    peaks = g.op("argmax.peaks", "ReduceMax", blocks, g.ints(-1), keepdims=0)
+    block = g.op("argmax.block", "ArgMax", peaks, axis=-1, keepdims=1)
+    best = g.op("argmax.best_block", "GatherND", blocks, block, batch_dims=1)
+    inside = g.op("argmax.inside", "ArgMax", best, axis=-1, keepdims=0)
+    first = g.op("argmax.first", "Mul", g.op("argmax.flat", "Squeeze", block, g.ints(-1)), g.ints(VOCAB_BLOCK))
+    return g.op("argmax", "Add", first, inside)

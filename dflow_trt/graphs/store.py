@@ -1,0 +1,120 @@
+"""Weights on their way from a checkpoint into an external-data file, a few rows at a time.
+
+Peak memory is one transposed tensor plus one chunk of rows, however large the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import onnx_ir as ir
+
+from dflow_trt.checkpoint.weights import Array, Weights
+
+CHUNK_BYTES = 16 << 20
+ALIGNMENT = 4096  # page aligned, so that a runtime can map a tensor
+
+Progress = Callable[[int], None]
+
+
+def row_chunks(weights: Weights, name: str) -> Iterator[tuple[int, Array]]:
+    """(first row, rows) of a tensor in its checkpoint dtype, CHUNK_BYTES at a time."""
+    rows, *rest = weights.shape(name)
+    row_bytes = max(1, int(np.prod(rest)) * weights.dtype(name).itemsize)
+    step = max(1, CHUNK_BYTES // row_bytes)
+    for start in range(0, rows, step):
+        yield start, weights.read(name, slice(start, min(rows, start + step)))
+
+
+def transposed(weights: Weights, names: Sequence[str], dtype: np.dtype[Any], columns: slice = slice(None)) -> Array:
+    """Linear weights [out_i, in], stacked over ``names`` and transposed: [in, sum of out_i].
+
+    ``columns`` picks a range of the input features.
+    """
+    width = len(range(*columns.indices(weights.shape(names[0])[1])))
+    out = np.empty((width, sum(weights.shape(name)[0] for name in names)), dtype)
+    offset = 0
+    for name in names:
+        for start, rows in row_chunks(weights, name):
+            out[:, offset + start : offset + start + len(rows)] = rows[:, columns].T
+        offset += weights.shape(name)[0]
+    return out
+
+
+def quantised(weights: Weights, names: Sequence[str], padded: int | None = None) -> tuple[Array, Array]:
+    """Per-output-channel int8 of stacked linear weights: (int8 [in, out], float32 scale [out]).
+
+    weight ~ q * scale with scale = max |row| / 127. ``padded`` appends zero channels up to that many.
+    """
+    total = sum(weights.shape(name)[0] for name in names)
+    out = np.zeros((weights.shape(names[0])[1], padded or total), np.int8)
+    scale = np.ones(padded or total, np.float32)
+    offset = 0
+    for name in names:
+        for start, rows in row_chunks(weights, name):
+            values = rows.astype(np.float32)
+            peak = np.abs(values).max(axis=1)
+            channels = slice(offset + start, offset + start + len(rows))
+            scale[channels] = np.where(peak > 0, peak, np.float32(1)) / np.float32(127)
+            out[:, channels] = np.rint(values / scale[channels, None]).T
+        offset += weights.shape(name)[0]
+    return out, scale
+
+
+@dataclass
+class WeightFile:
+    """One external-data file while it is written, hashed on the way."""
+
+    path: Path
+    progress: Progress
+
+    def __post_init__(self) -> None:
+        self._file: IO[bytes] = open(self.path, "wb")
+        self._hash = hashlib.sha256()
+        self._offset = 0
+
+    def close(self) -> None:
+        self._file.close()
+
+    @property
+    def sha256(self) -> str:
+        return self._hash.hexdigest()
+
+    @property
+    def size(self) -> int:
+        return self._offset
+
+    def _write(self, data: bytes | memoryview) -> None:
+        self._file.write(data)
+        self._hash.update(data)
+        self._offset += len(data)
+        self.progress(len(data))
+
+    def add(self, name: str, array: Array) -> ir.ExternalTensor:
+        """Write one array; the returned tensor refers to its place in this file."""
+        return self.add_chunks(name, array.shape, array.dtype, iter([array]))
+
+    def add_chunks(
+        self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], chunks: Iterator[Array]
+    ) -> ir.ExternalTensor:
+        """Write a tensor that arrives in pieces along its first axis; cast on the way."""
+        self._write(b"\0" * (-self._offset % ALIGNMENT))
+        start = self._offset
+        for chunk in chunks:
+            self._write(memoryview(np.ascontiguousarray(chunk, dtype).reshape(-1).view(np.uint8)))
+        return external(self.path, name, start, self._offset - start, shape, dtype)
+
+
+def external(
+    path: Path, name: str, offset: int, length: int, shape: tuple[int, ...], dtype: np.dtype[Any]
+) -> ir.ExternalTensor:
+    """A tensor that lies in a data file beside its graph."""
+    kind = ir.DataType.from_numpy(dtype)
+    return ir.ExternalTensor(
+        path.name, offset, length, kind, shape=ir.Shape(shape), name=name, base_dir=path.parent
+    )

@@ -1,0 +1,1 @@
+"""The method, readable in one sitting: draft, verify, accept, relay. Numpy alone."""

@@ -1,0 +1,2 @@
+def run_self_check(bundle, source, drafts, mode):
+    return {"mode": mode}

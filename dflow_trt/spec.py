@@ -1,0 +1,187 @@
+"""What a bundle is made of, as frozen data: every later stage reads these and guesses nothing.
+
+A field without a default must be read from a checkpoint or given by the user; the few defaults that exist mean
+"absent in the checkpoint", never "probably this".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+RelayStart = Literal["after_rejection", "at_rejection"]
+DType = Literal["float32", "float16", "bfloat16"]
+WeightForm = Literal["float", "int8"]
+
+RELAY_STARTS: tuple[RelayStart, ...] = ("after_rejection", "at_rejection")
+DTYPES: tuple[DType, ...] = ("float32", "float16", "bfloat16")
+WEIGHT_FORMS: tuple[WeightForm, ...] = ("float", "int8")
+PREFILL_CHUNK = 256  # rows; a CPU gains nothing from longer chunks, and every KV cache keeps this margin
+CACHE_STEP = 64  # live cache lengths grow in these steps, so that call shapes repeat and vector loops have no tail
+AUTOREGRESSIVE = "ar"
+NO_RELAY_SUFFIX = "-norelay"
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary position embedding: angle(p, i) = p * inv_freq[i], cos and sin scaled by ``attention_factor``.
+
+    kind: "default", "linear" or "yarn" (YaRN, arXiv 2309.00071, always active: it does not depend on the live length).
+    ``factor`` belongs to linear and yarn; the rest to yarn alone.
+    """
+
+    kind: Literal["default", "linear", "yarn"]
+    theta: float
+    factor: float = 1.0
+    original_max_position: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class StackSpec:
+    """A Qwen3 decoder stack: what target and drafter have in common.
+
+    ``windows[i]`` is layer i's sliding window in tokens (a key at distance >= window is masked), or None.
+    ``causal[i]`` tells whether layer i masks later positions (always, for a target).
+    """
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    attention_bias: bool
+    rope: RopeSpec
+    windows: tuple[int | None, ...]
+    causal: tuple[bool, ...]
+
+    @property
+    def heads_per_group(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True)
+class TargetSpec:
+    """The target model.
+
+    vocab_size: rows of the embedding table, padding included. live_vocab: ids below it exist in the tokenizer (equal to
+    vocab_size where there is no tokenizer); ids from live_vocab on are never produced, with or without speculation.
+    """
+
+    stack: StackSpec
+    vocab_size: int
+    live_vocab: int
+    tied_head: bool
+    max_position: int
+    eos_ids: tuple[int, ...]
+    bos_id: int | None
+    pad_id: int | None
+    checkpoint_dtype: DType
+    architecture: str
+    licence: str | None
+
+
+@dataclass(frozen=True)
+class RelaySpec:
+    """The relay (DFlow, arXiv 2609.06498): [beta ; gamma] = MLP([E(b) ; E(y_hat) ; h]), x_j = E(mask) + beta * LN(h) + gamma."""
+
+    start: RelayStart
+    norm_eps: float
+
+
+@dataclass(frozen=True)
+class DrafterSpec:
+    """A DFlash drafter (arXiv 2602.06036), or a DFlow drafter where ``relay`` is present.
+
+    block_size: B, one anchor slot and K = B - 1 drafted slots. target_layer_ids: the taps, in checkpoint order; L means
+    the output of the target's decoder layer L. target_hidden_size: the width of one tap.
+    """
+
+    name: str
+    stack: StackSpec
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    target_hidden_size: int
+    num_target_layers: int
+    vocab_size: int
+    input_embedding_scale: float
+    output_multiplier: float
+    final_logit_softcapping: float | None
+    relay: RelaySpec | None
+    checkpoint_dtype: DType
+    architecture: str
+    licence: str | None
+
+    @property
+    def num_drafts(self) -> int:
+        """K, the drafted slots of a block."""
+        return self.block_size - 1
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """The request strategies that this drafter serves."""
+        return (self.name, self.name + NO_RELAY_SUFFIX) if self.relay else (self.name,)
+
+
+@dataclass(frozen=True)
+class BuildSpec:
+    """The limits and choices of one build; names follow trtllm-build where they mean the same."""
+
+    backend: Literal["onnxruntime"]
+    dtype: DType
+    max_batch_size: int
+    max_input_len: int
+    max_seq_len: int
+    max_num_tokens: int
+    target_weights: WeightForm
+    draft_weights: WeightForm
+    draft_logits: bool
+
+    @property
+    def prefill_chunk(self) -> int:
+        """The most prompt rows of one request in one target pass."""
+        return min(self.max_num_tokens, self.max_input_len, PREFILL_CHUNK)
+
+    def cache_rows(self, block_size: int) -> int:
+        """L, the rows of every KV cache: room for max_seq_len and for the padding of the longest write behind it.
+
+        TensorScatter checks write_index + S <= L for padding rows too, hence the margin.
+        """
+        rows = self.max_seq_len + max(self.prefill_chunk, block_size)
+        return -(-rows // CACHE_STEP) * CACHE_STEP
+
+
+def to_json(spec: Any) -> dict[str, Any]:
+    """A spec as plain JSON data."""
+    return dataclasses.asdict(spec)
+
+
+def _stack(data: Mapping[str, Any]) -> StackSpec:
+    rope = RopeSpec(**data["rope"])
+    return StackSpec(**{**data, "rope": rope, "windows": tuple(data["windows"]), "causal": tuple(data["causal"])})
+
+
+def target_from_json(data: Mapping[str, Any]) -> TargetSpec:
+    """The inverse of :func:`to_json`; raises TypeError or KeyError on unknown or missing fields."""
+    return TargetSpec(**{**data, "stack": _stack(data["stack"]), "eos_ids": tuple(data["eos_ids"])})
+
+
+def drafter_from_json(data: Mapping[str, Any]) -> DrafterSpec:
+    """The inverse of :func:`to_json`; raises TypeError or KeyError on unknown or missing fields."""
+    relay = RelaySpec(**data["relay"]) if data["relay"] is not None else None
+    stack = _stack(data["stack"])
+    taps = tuple(data["target_layer_ids"])
+    return DrafterSpec(**{**data, "stack": stack, "relay": relay, "target_layer_ids": taps})
+
+
+def build_from_json(data: Mapping[str, Any]) -> BuildSpec:
+    """The inverse of :func:`to_json`; raises TypeError on unknown or missing fields."""
+    return BuildSpec(**data)

@@ -1,0 +1,391 @@
+"""Text around the token loop: tokenizer and chat template, incremental detokenising, stop strings.
+
+Everything here is per request and on the host; ids in, text out. It reads the files that come with a checkpoint
+(``tokenizer.json``, ``tokenizer_config.json``, ``chat_template.jinja``) without transformers, and gives the same ids and
+the same text as transformers' AutoTokenizer.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import tokenizers
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from dflow_trt.errors import UserError
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
+_REPLACEMENT = "\ufffd"  # what decoders put for bytes that are not, or not yet, UTF-8
+_LONGEST_HOLD = 16  # tokens; no character takes more, so a longer run of replacements is text
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer and chat template. Made by :meth:`from_folder`; immutable, shared by all requests.
+
+    size: the largest token id + 1.
+    """
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str], templates: Mapping[str, str]
+    ) -> None:
+        """special_tokens: texts by name (``eos_token``). templates: jinja sources by name, usually one, ``default``."""
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._special_tokens = dict(special_tokens)
+        self._templates = dict(templates)
+        self.size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(token for token, entry in added.items() if entry.special)
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> Tokenizer:
+        """Reads a checkpoint or bundle folder. Raises UserError when tokenizer.json is missing or a file is malformed."""
+        folder = Path(path)
+        config = _read_json(folder / "tokenizer_config.json")
+        special_tokens = _special_tokens({**_read_json(folder / "special_tokens_map.json"), **config})
+        return cls(_read_backend(folder / "tokenizer.json"), special_tokens, _read_templates(folder, config))
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a plain prompt, with the special tokens that the tokenizer itself adds (often none)."""
+        if not isinstance(text, str):
+            raise UserError(f"the prompt is {_show(text)}; allowed: a string")
+        return list(self._backend.encode(text, add_special_tokens=True).ids)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
+    ) -> list[int]:
+        """Token ids of a conversation, laid out by the checkpoint's chat template.
+
+        messages: [{"role": ..., "content": ...}, ...]. add_generation_prompt: end with the opening of the assistant's
+        turn. template_kwargs: what else this template knows (``tools``, ``enable_thinking``, ...).
+        Raises UserError for malformed messages, a missing template, or one that refuses the messages.
+        """
+        text = self.render_chat(messages, add_generation_prompt, **template_kwargs)
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
+    ) -> str:
+        """The text that :meth:`encode_chat` encodes."""
+        values = {"tools": None, "documents": None, **self._special_tokens, **template_kwargs}
+        template = self._template("tool_use" if values["tools"] is not None else "default")
+        try:
+            return template.render(
+                messages=_checked_messages(messages), add_generation_prompt=add_generation_prompt, **values
+            )
+        except UserError:
+            raise
+        except _TEMPLATE_ERRORS as error:
+            raise UserError(f"the chat template does not take these messages: {_line(error)}") from error
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of a whole sequence. Bytes that are not UTF-8 become U+FFFD, ids beyond the vocabulary nothing."""
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token: int) -> str:
+        """One token by itself, for display beside its log-probability: special tokens by name, part of a character as U+FFFD."""
+        return self.decode([token], skip_special_tokens=False)
+
+    def bad_words_ids(self, words: Sequence[str | Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+        """Token id sequences that spell ``words``, for ``SamplingParams.bad_words_ids``; id sequences pass through.
+
+        A text gives two: at the start of a line, and after a space. (vLLM drops the second where its length differs.)
+        """
+        sequences: list[tuple[int, ...]] = []
+        for word in words:
+            spellings = [word.lstrip(), " " + word.lstrip()] if isinstance(word, str) else []
+            sequences += [
+                tuple(self._backend.encode(text, add_special_tokens=False).ids) for text in spellings
+            ]
+            sequences += [] if isinstance(word, str) else [tuple(word)]
+        return tuple(dict.fromkeys(ids for ids in sequences if ids))
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that a token of a byte-level vocabulary stands for; none for an id that does not exist."""
+        text = self._backend.id_to_token(token) or ""
+        mapped = [_BYTE_OF_CHAR.get(char) for char in text]
+        return text.encode() if None in mapped else bytes(byte for byte in mapped if byte is not None)
+
+    @cached_property
+    def byte_level(self) -> bool:
+        """Whether decoding is joining the tokens' bytes (GPT-2, Llama 3, Qwen), with no context across tokens."""
+        return json.loads(self._backend.to_str()).get("decoder", {}).get("type") == "ByteLevel"
+
+    def _template(self, name: str) -> jinja2.Template:
+        source = self._templates.get(name, self._templates.get("default"))
+        if source is None:
+            raise UserError(
+                "this tokenizer has no chat template; give the prompt as text, or add chat_template.jinja"
+            )
+        if source not in self._compiled:
+            self._compiled[source] = _compile(source)
+        return self._compiled[source]
+
+    @cached_property
+    def _compiled(self) -> dict[str, jinja2.Template]:
+        return {}
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; {} where there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {_line(error)}") from error
+    if not isinstance(data, dict):
+        raise UserError(f"{path} holds {_show(data)}; allowed: a JSON object")
+    return data
+
+
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    if not path.is_file():
+        raise UserError(f"{path} does not exist; save the tokenizer in the fast format (tokenizer.json)")
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise UserError(
+            f"{path} is not a tokenizer that tokenizers {tokenizers.__version__} reads: {_line(error)}"
+        ) from error
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Texts of the named special tokens, given plainly or as an added-token object with its ``content``."""
+    values = {name: config.get(name) for name in SPECIAL_TOKENS}
+    texts = {name: v.get("content") if isinstance(v, dict) else v for name, v in values.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """chat_template.jinja if there is one, else tokenizer_config.json's: a text, or a list of named ones."""
+    path = folder / "chat_template.jinja"
+    value = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
+    if isinstance(value, list):
+        return {str(entry["name"]): str(entry["template"]) for entry in value}
+    return {} if value is None else {"default": str(value)}
+
+
+class _GenerationBlock(Extension):
+    """``{% generation %}`` marks the assistant's text for training; for a prompt it is its content."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def _compile(source: str) -> jinja2.Template:
+    """A chat template in the sandbox that transformers gives it (utils/chat_template_utils.py)."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise UserError(f"the chat template is not valid jinja: {_line(error)}") from error
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without jinja's own HTML escapes."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _checked_messages(messages: Any) -> list[dict[str, Any]]:
+    """The messages as plain dicts without their null entries, as transformers passes them to a template."""
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence) or not messages:
+        raise UserError(f"messages are {_show(messages)}; allowed: a non-empty list of {{role, content}}")
+    return [_checked_message(index, message) for index, message in enumerate(messages)]
+
+
+def _checked_message(index: int, message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise UserError(f"message {index} is {_show(message)}; allowed: an object with role and content")
+    present = {key: value for key, value in message.items() if value is not None}
+    if not isinstance(present.get("role"), str) or not present["role"]:
+        raise UserError(
+            f"message {index} has the role {_show(message.get('role'))}; allowed: a non-empty string"
+        )
+    content = present.get("content")
+    parts = isinstance(content, list) and all(isinstance(part, Mapping) for part in content)
+    if not isinstance(content, str) and not parts and not (content is None and "tool_calls" in present):
+        raise UserError(
+            f"message {index} has the content {_show(content)}; allowed: a string or a list of content parts"
+        )
+    return present
+
+
+def _byte_of_char() -> dict[str, int]:
+    """The inverse of GPT-2's bytes_to_unicode: printable Latin-1 stands for itself, the others for 256, 257, ..."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_CHAR = _byte_of_char()
+
+
+class Detokenizer:
+    """Text of a growing id sequence, piece by piece: the pieces joined are ``tokenizer.decode`` of all ids.
+
+    Half a character is held back until it is complete, or until :meth:`finish`. The cost of a push does not grow with
+    the text.
+
+    Byte-level vocabularies: exact for any ids, by an incremental UTF-8 decoder. Others (SentencePiece style), where a
+    token's text depends on its neighbours: the tokens since the last character border are decoded with and without the
+    new ones (vLLM's and TGI's prefix and read offsets). That is exact for text; an id sequence that spells no UTF-8
+    may give other U+FFFD than a one-shot decode, whose look-ahead has no bound.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace") if tokenizer.byte_level else None
+        self._before: list[int] = []  # decoded and emitted; context for what follows
+        self._pending: list[int] = []
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that became certain with these ids."""
+        kept = [token for token in ids if token not in self._skipped]
+        if self._utf8 is not None:
+            return self._utf8.decode(b"".join(map(self._tokenizer.token_bytes, kept)))
+        self._pending += kept
+        text = self._pending_text()
+        if text.endswith(_REPLACEMENT) and len(self._pending) < _LONGEST_HOLD:
+            return ""
+        return self._advance(text)
+
+    def finish(self) -> str:
+        """What was held back; the end of the stream."""
+        return (
+            self._utf8.decode(b"", final=True)
+            if self._utf8 is not None
+            else self._advance(self._pending_text())
+        )
+
+    def _pending_text(self) -> str:
+        before = self._tokenizer.decode(self._before, skip_special_tokens=False)
+        return self._tokenizer.decode(self._before + self._pending, skip_special_tokens=False)[len(before) :]
+
+    def _advance(self, text: str) -> str:
+        if text:
+            self._before, self._pending = self._pending, []
+        return text
+
+
+class StopMatcher:
+    """Finds stop strings in text that arrives in pieces, and lets through what is certainly before one.
+
+    The stop string that is complete first wins, and among those complete at the same character the longest: the result
+    of looking after every character, so it does not depend on how the text was cut into pieces. (With "bc" and "abcd",
+    "xabcd" ends at "xa".) The stop string is not part of the output.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = (stops,) if isinstance(stops, str) else tuple(stops)
+        self._longest_part = max(map(len, self._stops), default=1) - 1
+        self._held = ""
+        self._stopped = False
+
+    def push(self, delta: str) -> tuple[str, bool]:
+        """(text that is safe to emit, whether a stop string has completed); nothing comes after a stop."""
+        if self._stopped:
+            return "", True
+        text = self._held + delta
+        found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        self._stopped = bool(found)
+        safe = min(found)[1] if found else len(text) - self._held_length(text)
+        self._held = "" if found else text[safe:]
+        return text[:safe], self._stopped
+
+    def finish(self) -> str:
+        """The text held back for a stop string that did not come."""
+        text, self._held = self._held, ""
+        return text
+
+    def _held_length(self, text: str) -> int:
+        """Length of the longest end of the text with which some stop string begins."""
+        for length in range(min(self._longest_part, len(text)), 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stops):
+                return length
+        return 0
+
+
+class TextStream:
+    """One request's output text: detokenising and stop strings together.
+
+    The decoder pushes every emitted token and stops where push says so. Where a stop string completes inside a token, the
+    text is cut exactly before the stop string and the token stays among the request's token ids.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, stops: Sequence[str] = (), skip_special_tokens: bool = True
+    ) -> None:
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens)
+        self._matcher = StopMatcher(stops)
+        self._parts: list[str] = []
+        self._taken = 0
+
+    def push(self, token: int) -> bool:
+        """Adds one token; True when a stop string has completed with it, or did before."""
+        text, stopped = self._matcher.push(self._detokenizer.push([token]))
+        self._parts.append(text)
+        return stopped
+
+    def take(self) -> str:
+        """The safe text since the last take."""
+        parts, self._taken = self._parts[self._taken :], len(self._parts)
+        return "".join(parts)
+
+    def finish(self) -> str:
+        """Ends the stream: what was held back joins the text, unless a stop string ended it. The text since the last take."""
+        self._parts += [self._matcher.push(self._detokenizer.finish())[0], self._matcher.finish()]
+        return self.take()
+
+    @property
+    def text(self) -> str:
+        """All safe text so far."""
+        return "".join(self._parts)

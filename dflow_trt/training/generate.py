@@ -1,0 +1,57 @@
+"""Trajectories: what the target itself answers, greedily. Drafters train on these and are measured on these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from dflow_trt.training.data import Trajectory
+
+
+@torch.no_grad()
+def generate_trajectories(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    end_ids: Sequence[int],
+    pad_id: int,
+    max_new_tokens: int,
+    batch_size: int = 128,
+    on_batch: Callable[[int], None] | None = None,
+) -> list[Trajectory]:
+    """Greedy responses to tokenised prompts, in their order, each up to and including its end token.
+
+    Prompts of similar lengths share a batch, padded on the left. `on_batch` is told the number of prompts done.
+    """
+    by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    responses: dict[int, tuple[int, ...]] = {}
+    for at in range(0, len(by_length), batch_size):
+        chosen = by_length[at : at + batch_size]
+        longest = len(prompts[chosen[-1]])
+        ids = torch.tensor(
+            [[pad_id] * (longest - len(prompts[index])) + list(prompts[index]) for index in chosen]
+        )
+        real = torch.tensor(
+            [[0] * (longest - len(prompts[index])) + [1] * len(prompts[index]) for index in chosen]
+        )
+        generated = model.generate(  # type: ignore[operator]
+            input_ids=ids,
+            attention_mask=real,
+            do_sample=False,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=list(end_ids),
+            pad_token_id=pad_id,
+        )
+        for index, row in zip(chosen, generated[:, longest:].tolist(), strict=True):
+            responses[index] = _up_to_end(row, end_ids)
+        if on_batch is not None:
+            on_batch(len(chosen))
+    return [Trajectory(tuple(prompt), responses[index]) for index, prompt in enumerate(prompts)]
+
+
+def _up_to_end(ids: list[int], end_ids: Sequence[int]) -> tuple[int, ...]:
+    for position, token in enumerate(ids):
+        if token in end_ids:
+            return tuple(ids[: position + 1])
+    return tuple(ids)

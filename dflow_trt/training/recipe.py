@@ -1,0 +1,164 @@
+"""Training loops: a small target language model, and drafters (DFlash, DFlow) for a frozen target."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from dflow_trt.training.data import Batch
+from dflow_trt.training.model import Drafter
+from dflow_trt.training.rollout import Round, next_anchors, play_round, relay_inputs, spread_anchors
+from dflow_trt.training.target import FrozenTarget, ReadBatch
+
+OnStep = Callable[[int, float], None]
+
+
+@dataclass(frozen=True)
+class OptimiserSettings:
+    """AdamW with linear warm-up and a cosine decay to a tenth of the learning rate."""
+
+    steps: int
+    learning_rate: float
+    warmup_steps: int = 50
+    weight_decay: float = 0.01
+    clip_norm: float = 1.0
+
+
+@dataclass(frozen=True)
+class DrafterSettings:
+    """How a drafter is trained.
+
+    `anchors`: blocks a sequence and step. `rounds`: 1 is DFlash; more continue from where the drafts of the round
+    before were rejected (self-conditioning). `relay`: hand the verified states of rejected drafts to the next round
+    (DFlow). `decay`: slot j of a round weighs exp(-(j - 1) / decay).
+    """
+
+    optimiser: OptimiserSettings
+    anchors: int = 8
+    rounds: int = 1
+    relay: bool = False
+    decay: float = 4.0
+
+
+def train_drafter(
+    drafter: Drafter,
+    target: FrozenTarget,
+    batches: Iterator[ReadBatch],
+    settings: DrafterSettings,
+    seed: int,
+    on_step: OnStep | None = None,
+) -> None:
+    """Train a drafter in place on trajectories that the target generated (DFlow, arXiv 2609.06498).
+
+    Round 1 drafts at random anchors from masks alone. Every further round starts where the drafts of the one before
+    were rejected; with `relay`, those *actual drafts* run through the frozen target and their states condition the new
+    round. The loss is cross-entropy against the trajectory, summed over rounds. Gradients reach W_c through context
+    and relayed states; drafts, anchors and the target's features carry none.
+    """
+    drafter.train()
+    optimiser = _Optimiser(drafter, settings.optimiser)
+    generator = torch.Generator().manual_seed(seed)
+    for step in range(settings.optimiser.steps):
+        read = next(batches)
+        anchors_NM = spread_anchors(read.batch, settings.anchors, generator)
+        loss = rollout_loss(drafter, target, read, anchors_NM, settings)
+        optimiser.step(loss)
+        if on_step is not None:
+            on_step(step, loss.item() / settings.rounds)
+    drafter.eval()
+
+
+def rollout_loss(
+    drafter: Drafter,
+    target: FrozenTarget,
+    read: ReadBatch,
+    anchors_NM: torch.Tensor,
+    settings: DrafterSettings,
+) -> torch.Tensor:
+    """The summed loss of `settings.rounds` rounds that start at the given anchors."""
+    context_NSE = drafter.context(read.features_NSC)
+    played = play_round(drafter, target, read, context_NSE, anchors_NM)
+    loss = round_loss(played, settings.decay)
+    for _ in range(settings.rounds - 1):
+        relayed = relay_inputs(drafter, target, read, played) if settings.relay else None
+        played = play_round(drafter, target, read, context_NSE, next_anchors(read.batch, played), relayed)
+        loss = loss + round_loss(played, settings.decay)
+    return loss
+
+
+def round_loss(played: Round, decay: float) -> torch.Tensor:
+    """Cross-entropy over slots 1..K, slot j weighing exp(-(j - 1) / decay); slots past the end count nothing."""
+    slot_K = torch.arange(played.truth_NMK.shape[-1])
+    weight_NMK = torch.exp(-slot_K / decay) * played.valid_NMK
+    loss_NMK = F.cross_entropy(
+        played.logits_NMKV.flatten(0, -2), played.truth_NMK.flatten(), reduction="none"
+    )
+    return (loss_NMK.view_as(weight_NMK) * weight_NMK).sum() / weight_NMK.sum().clamp(min=1.0)
+
+
+def train_language_model(
+    model: nn.Module,
+    batches: Iterator[Batch],
+    settings: OptimiserSettings,
+    prompt_weight: float = 0.1,
+    bf16: bool = False,
+    on_step: OnStep | None = None,
+) -> None:
+    """Next-token training of a transformers causal LM, in place; prompt tokens count `prompt_weight`."""
+    model.train()
+    optimiser = _Optimiser(model, settings)
+    for step in range(settings.steps):
+        batch = next(batches)
+        with torch.autocast("cpu", torch.bfloat16) if bf16 else nullcontext():
+            logits_NSV = model(input_ids=batch.ids_NS[:, :-1], use_cache=False).logits
+        weight_NS = _token_weights(batch, prompt_weight)[:, 1:]
+        loss_NS = F.cross_entropy(logits_NSV.float().transpose(1, 2), batch.ids_NS[:, 1:], reduction="none")
+        loss = (loss_NS * weight_NS).sum() / weight_NS.sum()
+        optimiser.step(loss)
+        if on_step is not None:
+            on_step(step, loss.item())
+    model.eval()
+
+
+def _token_weights(batch: Batch, prompt_weight: float) -> torch.Tensor:
+    """1 for response tokens, `prompt_weight` for prompt tokens, 0 for padding: [N, S]."""
+    position_S = torch.arange(batch.ids_NS.shape[1])
+    in_response = position_S >= batch.start_N[:, None]
+    real = position_S < batch.end_N[:, None]
+    return torch.where(in_response, 1.0, prompt_weight) * real
+
+
+class _Optimiser:
+    """AdamW, its schedule and gradient clipping behind one `step(loss)`."""
+
+    def __init__(self, module: nn.Module, settings: OptimiserSettings) -> None:
+        self._settings = settings
+        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        matrices = [parameter for parameter in self._parameters if parameter.ndim >= 2]
+        vectors = [parameter for parameter in self._parameters if parameter.ndim < 2]
+        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        self._adamw = torch.optim.AdamW(
+            groups, lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=settings.weight_decay
+        )
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._adamw, self._scale)
+
+    def _scale(self, step: int) -> float:
+        if step < self._settings.warmup_steps:
+            return (step + 1) / self._settings.warmup_steps
+        progress = (step - self._settings.warmup_steps) / max(
+            1, self._settings.steps - self._settings.warmup_steps
+        )
+        return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+    def step(self, loss: torch.Tensor) -> None:
+        self._adamw.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(self._parameters, self._settings.clip_norm)
+        self._adamw.step()
+        self._schedule.step()

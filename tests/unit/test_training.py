@@ -1,0 +1,259 @@
+"""The torch drafter, its rollout and its counting, against the `dflash` package and against naive code."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="training needs torch (the extra `train`)")
+pytest.importorskip("transformers", reason="training needs transformers (the extra `train`)")
+
+from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+
+from dflow_trt.training.data import Batch, Trajectory, collate
+from dflow_trt.training.model import Drafter, RelayInputs, with_relay
+from dflow_trt.training.recipe import DrafterSettings, OptimiserSettings, train_drafter
+from dflow_trt.training.rollout import relay_sources, spread_anchors
+from dflow_trt.training.simulate import Tally, simulate, tau_accepted, tau_emitted
+from dflow_trt.training.target import FrozenTarget
+
+VOCAB, BLOCK, MASK, PAD = 61, 8, 3, 0
+TAPS = [3, 1]
+ATOL = 1e-5
+
+
+def tiny_target() -> Qwen3ForCausalLM:
+    torch.manual_seed(1)
+    return Qwen3ForCausalLM(tiny_config(num_hidden_layers=5, initializer_range=0.3)).eval()
+
+
+def tiny_config(**changes: object) -> Qwen3Config:
+    fields: dict[str, object] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "tie_word_embeddings": True,
+    }
+    return Qwen3Config(**{**fields, **changes})
+
+
+def tiny_drafter(**changes: object) -> Drafter:
+    torch.manual_seed(2)
+    drafter = Drafter(
+        tiny_config(
+            block_size=BLOCK,
+            num_target_layers=5,
+            dflash_config={"mask_token_id": MASK, "target_layer_ids": TAPS},
+            initializer_range=0.2,
+            **changes,
+        )
+    )
+    for parameter in drafter.parameters():  # norms too: a weight of one everywhere would hide a swapped norm
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return drafter.eval()
+
+
+def random_trajectories(count: int) -> list[Trajectory]:
+    rng = random.Random(5)
+
+    def draw(fewest: int, most: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(5, VOCAB) for _ in range(rng.randint(fewest, most)))
+
+    return [Trajectory(draw(4, 9), draw(2, 30)) for _ in range(count)]
+
+
+@torch.no_grad()
+def test_drafter_without_relay_equals_the_dflash_package_over_cached_rounds(tmp_path):
+    dflash = pytest.importorskip("dflash.model", reason="the oracle is the package `dflash`")
+    drafter, target = tiny_drafter(), tiny_target()
+    drafter.save(tmp_path)
+    oracle = dflash.DFlashDraftModel.from_pretrained(tmp_path).eval()
+    ids = torch.randint(5, VOCAB, (1, 40))
+    features = FrozenTarget(target, TAPS).read(Batch(ids, torch.tensor([0]), torch.tensor([40]))).features_NSC
+    states = target(ids, output_hidden_states=True).hidden_states
+    assert torch.equal(features, torch.cat([states[tap + 1] for tap in TAPS], dim=-1))
+
+    embedding = target.get_input_embeddings().weight
+    anchors = torch.tensor([[6, 7, 15, 19, 27]])
+    blocks = drafter.block_embeds(embedding, ids.gather(1, anchors))
+    ours = drafter(blocks, drafter.context(features), anchors)
+    cache, seen = DynamicCache(config=oracle.config), 0
+    cache.activate_past_recording()
+    for index, anchor in enumerate(anchors[0].tolist()):
+        theirs = oracle(
+            target_hidden=features[:, seen:anchor],
+            noise_embedding=blocks[:, index],
+            position_ids=torch.arange(seen, anchor + BLOCK)[None],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        cache.crop(anchor - cache.get_seq_length())
+        seen = anchor
+        torch.testing.assert_close(ours[:, index], theirs, atol=ATOL, rtol=0)
+
+
+@torch.no_grad()
+def test_zero_initialised_relay_equals_dflash_bit_by_bit():
+    plain, target = tiny_drafter(), tiny_target()
+    relayed = with_relay(plain, "at_rejection")
+    embedding = target.get_input_embeddings().weight
+    anchors = torch.tensor([[9, 12], [10, 11]])
+    context = torch.randn(2, 20, 32)
+    ids = torch.randint(5, VOCAB, (2, 2))
+    on = torch.rand(2, 2, BLOCK) < 0.5
+    inputs = RelayInputs(torch.randn(2, 2, BLOCK, 32) * 9, on, ids.flip(0), ids.flip(1))
+    expected = plain(plain.block_embeds(embedding, ids), context, anchors)
+    actual = relayed(relayed.block_embeds(embedding, ids, inputs), context, anchors)
+    assert torch.equal(actual, expected)
+    names = set(relayed.state_dict()) - set(plain.state_dict())
+    parts = ("relay_norm", "relay_mlp.0", "relay_mlp.2")
+    assert names == {f"{part}.{kind}" for part in parts for kind in ("weight", "bias")}
+
+
+# Slot -> verify row, for a = 0..7 of a block of 8 (7 drafts).
+AFTER_REJECTION = [
+    {2: 2, 3: 3, 4: 4, 5: 5, 6: 6, 7: 7},
+    {2: 3, 3: 4, 4: 5, 5: 6, 6: 7},
+    {2: 4, 3: 5, 4: 6, 5: 7},
+    {2: 5, 3: 6, 4: 7},
+    {2: 6, 3: 7},
+    {2: 7},
+    {},
+    {},
+]
+FIRST_SLOT_AT_REJECTION = [{1: 1}, {1: 2}, {1: 3}, {1: 4}, {1: 5}, {1: 6}, {1: 7}, {}]
+
+
+@pytest.mark.parametrize("accepted", range(BLOCK))
+@pytest.mark.parametrize("first_slot", [2, 1])
+def test_relay_alignment_follows_the_table(first_slot, accepted):
+    expected = dict(AFTER_REJECTION[accepted])
+    if first_slot == 1:
+        expected |= FIRST_SLOT_AT_REJECTION[accepted]
+    source, on = relay_sources(torch.tensor(accepted), first_slot, BLOCK, BLOCK - 1)
+    assert {slot: int(source[slot]) for slot in range(BLOCK) if on[slot]} == expected
+
+
+def test_relay_stops_at_the_previous_draft_length():
+    source, on = relay_sources(torch.tensor(1), 2, BLOCK, drafted=4)
+    assert {slot: int(source[slot]) for slot in range(BLOCK) if on[slot]} == {2: 3, 3: 4}
+
+
+@torch.no_grad()
+def naive_tally(drafter: Drafter, model: Qwen3ForCausalLM, trajectory: Trajectory, relay: bool) -> Tally:
+    """One request, one round after the other, every tensor computed afresh from token ids."""
+    text = list(trajectory.prompt_ids + trajectory.response_ids)
+    embedding = model.get_input_embeddings().weight
+    first_slot = {"after_rejection": 2, "at_rejection": 1}[drafter.config.dflow_config["relay_start"]]
+
+    def h(ids: list[int]) -> torch.Tensor:
+        states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+        return drafter.context(torch.cat([states[tap + 1] for tap in TAPS], dim=-1))[0]
+
+    anchor, pending = len(trajectory.prompt_ids), {}
+    rounds = emitted = accepted = 0
+    while anchor < len(text) - 1:
+        block = [embedding[text[anchor]]] + [embedding[MASK]] * (BLOCK - 1)
+        for slot, (bonus, reject, state) in pending.items():
+            joined = torch.cat([embedding[bonus], embedding[reject], state])
+            beta, gamma = drafter.relay_mlp(joined).chunk(2)
+            block[slot] = block[slot] + beta * drafter.relay_norm(state) + gamma
+        context = h(text)[:anchor]
+        hidden = drafter(torch.stack(block)[None, None], context[None], torch.tensor([[anchor]]))
+        drafts = (hidden[0, 0, 1:] @ embedding.T).argmax(-1).tolist()
+        a = 0
+        while a < len(drafts) and anchor + a + 1 < len(text) and drafts[a] == text[anchor + a + 1]:
+            a += 1
+        left = len(text) - 1 - anchor
+        rounds, accepted, emitted = rounds + 1, accepted + a, emitted + min(a + 1, left)
+        pending = {}
+        if relay and a < left:
+            rows = h(text[: anchor + 1] + drafts)[anchor:]
+            for slot in range(first_slot, BLOCK - a):
+                if a + slot < BLOCK:
+                    pending[slot] = (text[anchor + a + 1], drafts[a], rows[a + slot])
+        anchor += a + 1
+    return Tally(rounds, emitted, accepted)
+
+
+@pytest.mark.parametrize("relay", [False, True])
+@pytest.mark.parametrize("relay_start", ["after_rejection", "at_rejection"])
+def test_simulated_tau_equals_a_naive_one_by_one_simulation(relay_start, relay):
+    model, trajectories = tiny_target(), learnable_trajectories()
+    drafter = tiny_drafter(dflow_config={"relay_start": relay_start})
+    with torch.no_grad():
+        drafter.relay_mlp[2].weight.normal_(std=0.2)
+    target = FrozenTarget(model, TAPS)
+    fit_a_little(drafter, target, trajectories)
+    simulated = simulate(drafter, target, trajectories, PAD, relay, batch_size=4)
+    naive = [naive_tally(drafter, model, trajectory, relay) for trajectory in trajectories]
+    assert simulated == naive
+    assert 1.2 < tau_emitted(simulated) < BLOCK, "the toy must accept some drafts and reject some"
+    assert tau_accepted(simulated) < tau_emitted(simulated)
+    assert sum(tally.emitted for tally in simulated) == sum(len(t.response_ids) - 1 for t in trajectories)
+
+
+def learnable_trajectories() -> list[Trajectory]:
+    """Runs of three tokens with random ones strewn in: partly predictable."""
+    rng = random.Random(6)
+    responses = [
+        tuple(5 + i % 3 if rng.random() < 0.8 else rng.randrange(5, VOCAB) for i in range(length))
+        for length in (2, 30, 9, 17, 3, 26, 12)
+    ]
+    prompts = [trajectory.prompt_ids for trajectory in random_trajectories(len(responses))]
+    return [Trajectory(*pair) for pair in zip(prompts, responses, strict=True)]
+
+
+def fit_a_little(drafter: Drafter, target: FrozenTarget, trajectories: list[Trajectory]) -> None:
+    read = target.read(collate(trajectories, PAD))
+    settings = DrafterSettings(
+        OptimiserSettings(steps=40, learning_rate=5e-3), anchors=4, rounds=2, relay=True
+    )
+    train_drafter(drafter, target, iter([read] * 40), settings, seed=0)
+
+
+def test_training_is_deterministic_by_seed_and_moves_the_relay():
+    target, trajectories = FrozenTarget(tiny_target(), TAPS), learnable_trajectories()
+    trained = []
+    for _ in range(2):
+        drafter = with_relay(tiny_drafter(), "after_rejection")
+        fit_a_little(drafter, target, trajectories)
+        trained.append(drafter.state_dict())
+    assert all(torch.equal(trained[0][name], trained[1][name]) for name in trained[0])
+    assert trained[0]["relay_mlp.2.weight"].abs().max() > 0
+
+
+def test_anchors_always_have_a_token_after_them():
+    batch = collate(random_trajectories(6), PAD)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        anchors = spread_anchors(batch, 5, generator)
+        assert (anchors >= batch.start_N[:, None]).all()
+        assert (anchors < batch.end_N[:, None] - 1).all()
+
+
+def test_the_last_target_layer_is_refused_as_a_tap():
+    with pytest.raises(ValueError, match="target layer 4"):
+        Drafter(
+            tiny_config(
+                block_size=BLOCK,
+                num_target_layers=5,
+                dflash_config={"mask_token_id": MASK, "target_layer_ids": [1, 4]},
+            )
+        )
+
+
+def test_a_drafter_survives_saving_and_loading(tmp_path):
+    drafter = with_relay(tiny_drafter(), "at_rejection")
+    drafter.save(tmp_path)
+    loaded = Drafter.load(tmp_path)
+    assert loaded.first_relay_slot == 1
+    assert loaded.state_dict().keys() == drafter.state_dict().keys()
+    assert all(
+        torch.equal(loaded.state_dict()[name], tensor) for name, tensor in drafter.state_dict().items()
+    )
