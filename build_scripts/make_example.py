@@ -51,6 +51,7 @@ from dflow_trt.training.texts import (
 )
 
 END, TURN_START, TURN_END, MASK, PAD = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>", "<|pad|>"
+MAX_POSITIONS = 1024
 SPECIAL_TOKENS = [END, TURN_START, TURN_END, MASK, PAD]
 
 console = Console(stderr=True)
@@ -103,7 +104,7 @@ def make_tokenizer(recipe: Recipe) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    numbers = [" ".join(map(str, range(100))), "\n".join(map(str, range(100)))] * 100
+    numbers = [" " + " ".join(map(str, range(100))), "\n".join(map(str, range(100)))] * 100
     examples = itertools.islice(stream_examples(recipe.seed), 4000)
     texts = (f"user\n{example.prompt}\nassistant\n{example.answer}" for example in examples)
     bpe.train_from_iterator(itertools.chain(numbers, texts), trainer)
@@ -112,11 +113,28 @@ def make_tokenizer(recipe: Recipe) -> PreTrainedTokenizerFast:
         eos_token=TURN_END,
         pad_token=PAD,
         additional_special_tokens=[END, TURN_START, MASK],
-        model_max_length=1024,
+        model_max_length=MAX_POSITIONS,
         clean_up_tokenization_spaces=False,
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
+
+
+def save_target(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write the target's folder; the tokenizer's configuration in the form that transformers 4 and 5 both read."""
+    model.save_pretrained(folder)
+    tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
+    configuration = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": TURN_END,
+        "pad_token": PAD,
+        "additional_special_tokens": [END, TURN_START, MASK],
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": MAX_POSITIONS,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    text = json.dumps(configuration, indent=2, ensure_ascii=False) + "\n"
+    (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerFast, prompt: str) -> tuple[int, ...]:
@@ -171,7 +189,7 @@ def qwen3_fields(
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
-        "max_position_embeddings": 1024,
+        "max_position_embeddings": MAX_POSITIONS,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "use_sliding_window": False,
         "bos_token_id": None,
@@ -275,8 +293,7 @@ def make_pair(recipe: Recipe, output: Path, finished_target: Path | None) -> dic
         if finished_target is None:
             tokenizer = make_tokenizer(recipe)
             model = make_target(recipe, tokenizer, excluded)
-            model.save_pretrained(output / "target")
-            tokenizer.save_pretrained(output / "target")
+            save_target(model, tokenizer, output / "target")
         else:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(finished_target)
             model = Qwen3ForCausalLM.from_pretrained(finished_target)
@@ -324,6 +341,8 @@ def make_pair(recipe: Recipe, output: Path, finished_target: Path | None) -> dic
         shutil.copytree(finished_target, output / "target", dirs_exist_ok=True)
     write_prompts(output / "prompts.jsonl", held_out_texts)
     write_cards(output, recipe, figures)
+    for file in output.rglob("*.safetensors"):
+        file.chmod(0o644)
     return figures
 
 

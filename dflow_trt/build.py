@@ -31,6 +31,7 @@ from dflow_trt.graphs.context import build_context
 from dflow_trt.graphs.drafter import build_drafter
 from dflow_trt.graphs.relay import RELAY_LOWERING, build_relay
 from dflow_trt.graphs.target import build_target
+from dflow_trt.selfcheck import run_self_check
 from dflow_trt.spec import BuildSpec, DType, TargetSpec, WeightForm
 
 DEFAULT_BATCH, DEFAULT_INPUT, DEFAULT_SEQ, DEFAULT_TOKENS = 8, 1024, 2048, 256
@@ -46,6 +47,10 @@ class Report(Protocol):
 
     def advance(self, num_bytes: int) -> None: ...
 
+    def note(self, line: str) -> None:
+        """Something that the user should know now."""
+        ...
+
 
 class Silent:
     """A report that nobody reads."""
@@ -53,6 +58,8 @@ class Silent:
     def stage(self, name: str, total_bytes: int | None) -> None: ...
 
     def advance(self, num_bytes: int) -> None: ...
+
+    def note(self, line: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -93,8 +100,6 @@ def build_bundle(
     Raises UserError for anything wrong with checkpoints, options, disk space or an output that exists (without
     ``force``), and when the numerical self-check fails.
     """
-    from dflow_trt.selfcheck import run_self_check
-
     report = report or Silent()
     _check_output(output, force)
     source = read_target(target)
@@ -108,7 +113,7 @@ def build_bundle(
         writer = _Writer(folder, spec, source, drafts, report)
         bundle = writer.write()
         report.stage("self-check", None)
-        result = run_self_check(bundle, source, drafts, self_check)
+        result = run_self_check(bundle, source, drafts, self_check, report.note)
         write_manifest(dataclasses.replace(bundle, self_check=result))
         _put_in_place(folder, output)
     return open_bundle(output, verify=False)
@@ -119,22 +124,23 @@ def _read_drafters(sources: Sequence[DrafterSource], target: TargetSpec) -> list
     names = [draft.spec.name for draft in drafts]
     for name in names:
         if names.count(name) > 1:
-            raise UserError(f"--drafter: two drafters are called {name!r}; name them, e.g. --drafter other={name}-folder")
+            raise UserError(
+                f"--drafter: two drafters are called {name!r}; name them, e.g. --drafter other={name}-folder"
+            )
     return drafts
 
 
 def _build_spec(options: BuildOptions, target: TargetSpec, block_size: int) -> BuildSpec:
     seq = options.max_seq_len or min(DEFAULT_SEQ, target.max_position)
-    if options.max_input_len is None:
-        max_input = min(DEFAULT_INPUT, seq - 1)
-    else:
-        max_input = options.max_input_len
+    max_input = min(DEFAULT_INPUT, seq - 1) if options.max_input_len is None else options.max_input_len
     tokens = options.max_num_tokens or max(DEFAULT_TOKENS, options.max_batch_size * block_size)
     _check_range("--max-batch-size", options.max_batch_size, 1, None)
     _check_range("--max-seq-len", seq, 2, target.max_position, "the target's max_position_embeddings")
     _check_range("--max-input-len", max_input, 1, seq - 1, "max_seq_len - 1")
     lowest = options.max_batch_size * block_size
-    _check_range("--max-num-tokens", tokens, lowest, None, f"max_batch_size {options.max_batch_size} x block {block_size}")
+    _check_range(
+        "--max-num-tokens", tokens, lowest, None, f"max_batch_size {options.max_batch_size} x block {block_size}"
+    )
     if options.backend != backend.NAME:
         raise UserError(f"--backend: {options.backend!r} is not offered; allowed: {backend.NAME}")
     return BuildSpec(
@@ -303,7 +309,7 @@ class _Writer:
     def _engine(
         self, contract: c.EngineContract, drafter: str | None, lowering: Lowering, weights: Weights
     ) -> Iterator[GraphBuilder]:
-        """A graph to fill: its weights go to <engine>.data as it grows, the graph itself to <engine>.onnx at the end."""
+        """A graph to fill: its weights go to <engine>.data as it grows, the graph to <engine>.onnx at the end."""
         path = self.folder / engine_file(contract.engine, drafter)
         with self._data(path.with_suffix(".data").name) as data:
             g = GraphBuilder(contract, lowering, weights, data)
@@ -318,7 +324,10 @@ class _Writer:
             yield data
         finally:
             data.close()
-        self.files[name] = FileEntry(data.sha256, data.size)
+        if data.size:
+            self.files[name] = FileEntry(data.sha256, data.size)
+        else:
+            data.path.unlink()  # an engine of shared tables alone
 
     def _record(self, path: Path) -> None:
         name = str(path.relative_to(self.folder))
@@ -379,5 +388,3 @@ def _version(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return "unknown"
-
-

@@ -50,7 +50,9 @@ class TensorSpec:
     meaning: str
 
 
-INPUT_IDS = TensorSpec("input_ids", "int64", "BS", "host", "token ids of this pass; rows past row_count are any valid id")
+INPUT_IDS = TensorSpec(
+    "input_ids", "int64", "BS", "host", "token ids of this pass; rows past row_count are any valid id"
+)
 POSITION_IDS = TensorSpec("position_ids", "int64", "BS", "host", "absolute positions, write_index + 0..S-1")
 ROW_COUNT = TensorSpec("row_count", "int64", "B", "host", "live rows of each request, 0..S")
 LOGIT_ROWS = TensorSpec("logit_rows", "int64", "BR", "host", "rows of the pass that get logits")
@@ -68,9 +70,13 @@ BONUS_ID = TensorSpec("bonus_id", "int64", "B", "host", "b, the token that repla
 REJECT_ID = TensorSpec("reject_id", "int64", "B", "host", "y_hat, the first rejected draft")
 BLOCK_EMBEDS = TensorSpec("block_embeds", "engine", "BJE", "device", "drafter input embeddings of the block")
 BLOCK_POSITION_IDS = TensorSpec("position_ids", "int64", "BJ", "host", "absolute positions A..A+K of the block")
-BLOCK_WRITE_INDEX = TensorSpec("write_index", "int64", "B", "host", "A, the context length: first cache row of the block")
+BLOCK_WRITE_INDEX = TensorSpec(
+    "write_index", "int64", "B", "host", "A, the context length: first cache row of the block"
+)
 DRAFT_IDS = TensorSpec("draft_ids", "int64", "BK", "host", "greedy draft of each slot, lowest id on ties")
-DRAFT_LOGITS = TensorSpec("draft_logits", "engine", "BKV", "host", "logits of the drafts; only in builds that ask for them")
+DRAFT_LOGITS = TensorSpec(
+    "draft_logits", "engine", "BKV", "host", "logits of the drafts; only in builds that ask for them"
+)
 
 CacheTensor = Literal["k", "v"]
 CACHE_TENSORS: tuple[CacheTensor, CacheTensor] = ("k", "v")

@@ -1,7 +1,7 @@
 """The draft-verify-relay loop with in-flight batching.
 
-One :meth:`Decoder.step` reads: admit -> relay -> draft -> target (verify) -> context -> accept -> target (prefill chunks)
--> context -> retire. Requests join and leave between any two steps.
+One :meth:`Decoder.step` reads: admit -> relay -> draft -> target (verify) -> context -> accept -> target (prefill
+chunks) -> context -> retire. Requests join and leave between any two steps.
 
 Shape suffixes: B requests of one call, S token rows, J block slots, R logit rows.
 """
@@ -20,7 +20,7 @@ from dflow_trt.bundle import Bundle
 from dflow_trt.errors import UserError
 from dflow_trt.method.draft import block_ids, draft_length, positions
 from dflow_trt.method.relay import relay_rows, relay_state
-from dflow_trt.method.sampling import Pick, Sampler
+from dflow_trt.method.sampling import Pick, Sampler, Workspace
 from dflow_trt.method.verify import Accepted, accept
 from dflow_trt.request import Emission, Phase, Request, RequestStats, RoundResult, Slot
 from dflow_trt.runtime.base import Array, Runtime
@@ -54,12 +54,14 @@ class _Pass:
 class Decoder:
     """Runs requests over a runtime's slots. Not thread-safe: one owner calls submit, step and cancel."""
 
-    def __init__(self, bundle: Bundle, runtime: Runtime, max_queue: int = 1024) -> None:
+    def __init__(self, bundle: Bundle, runtime: Runtime, max_queue: int = 1024, slots: int | None = None) -> None:
+        self._max_active = slots or bundle.build.max_batch_size
         self._bundle, self._runtime, self._max_queue = bundle, runtime, max_queue
         self._queue: deque[Slot] = deque()
         self._slots: list[Slot] = []  # decoding requests first, then those in prefill
         self._cancelled: set[str] = set()
         self._min_rows = 2 if bundle.target.stack.heads_per_group == 1 else 1
+        self._workspace = Workspace(bundle.target.live_vocab)
         self._round = _Round()
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -80,16 +82,26 @@ class Decoder:
     def submit(self, request: Request) -> None:
         """Queue a request. UserError names what is wrong with it; QueueFull says that the queue is at its bound."""
         if len(self._queue) >= self._max_queue:
-            raise QueueFull(f"request {request.id}: {len(self._queue)} requests are queued, at most {self._max_queue} are")
+            raise QueueFull(
+                f"request {request.id}: {len(self._queue)} requests are queued, at most {self._max_queue} are"
+            )
         if any(slot.request.id == request.id for slot in (*self._queue, *self._slots)):
             raise UserError(f"request {request.id}: this id is in flight already; choose another")
         self._queue.append(self._slot(request))
 
+    def check(self, request: Request) -> None:
+        """UserError if :meth:`submit` would refuse the request for what it asks."""
+        self._slot(request)
+
     def _slot(self, request: Request) -> Slot:
         build, target, params = self._bundle.build, self._bundle.target, request.params
         prompt = self._checked_prompt(request)
+        if request.draft_tokens is not None and request.draft_tokens < 0:
+            raise UserError(
+                f"request {request.id}: draft_tokens is {request.draft_tokens}; allowed: 0 or more, or None"
+            )
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(target.eos_ids))
-        sampler = Sampler(params, prompt, target.live_vocab, sorted(stops), request.seed, request.sample_index)
+        sampler = Sampler(params, prompt, target.live_vocab, stops, request.seed, request.sample_index, self._workspace)
         limit = min(params.max_tokens, build.max_seq_len - len(prompt))
         return Slot(request, sampler, prompt, limit, stats=RequestStats(prompt_tokens=len(prompt)))
 
@@ -142,7 +154,7 @@ class Decoder:
         self._retire()
 
     def _admit(self) -> None:
-        while self._queue and len(self._slots) < self._bundle.build.max_batch_size:
+        while self._queue and len(self._slots) < self._max_active:
             self._slots.append(self._queue.popleft())
 
     def _decode_round(self, decoding: Sequence[Slot], hold: Collection[str]) -> int:
@@ -185,7 +197,9 @@ class Decoder:
 
     def _propose(self, drafter: DrafterSpec, rows: Sequence[Slot], slots: range, users: set[int]) -> Array:
         size, context_B = drafter.block_size, np.array([slot.kv_len for slot in rows], np.int64)
-        feeds: dict[str, Array] = {c.BLOCK_IDS.name: block_ids([s.tokens[-1] for s in rows], drafter.mask_token_id, size)}
+        feeds: dict[str, Array] = {
+            c.BLOCK_IDS.name: block_ids([s.tokens[-1] for s in rows], drafter.mask_token_id, size)
+        }
         if drafter.relay:
             feeds |= self._relay_feeds(drafter, rows, slots, users)
         self._run(c.RELAY, drafter.name, slots, feeds)
@@ -219,7 +233,12 @@ class Decoder:
     # -- target and context ------------------------------------------------------------------------------------------
 
     def _target(
-        self, slots: range, tokens: Sequence[Sequence[int]], logit_rows: Sequence[Sequence[int]], stage: str, pad: int = 1
+        self,
+        slots: range,
+        tokens: Sequence[Sequence[int]],
+        logit_rows: Sequence[Sequence[int]],
+        stage: str,
+        pad: int = 1,
     ) -> _Pass:
         """One target pass: tokens[i] at the end of slot i's cache, logits at logit_rows[i]."""
         rows = [self._slots[i] for i in slots]
@@ -268,7 +287,9 @@ class Decoder:
             self._emit(slot, Accepted((), 0, "error"), (), len(drafts), str(error))
             return
         slot.kv_len += len(accepted.tokens)
-        slot.relay = relay_state(drafts, accepted.tokens, accepted.num_accepted) if slot.request.strategy.relay else None
+        slot.relay = (
+            relay_state(drafts, accepted.tokens, accepted.num_accepted) if slot.request.strategy.relay else None
+        )
         stats = slot.stats
         stats.rounds += 1
         stats.drafted += len(drafts)
@@ -321,7 +342,9 @@ class Decoder:
         counts = [0 if slot.request.id in hold else min(width, slot.unread) for slot in rows]
         tokens = [slot.tokens[slot.kv_len : slot.kv_len + count] for slot, count in zip(rows, counts, strict=True)]
         last = [[count - 1] if count == slot.unread else [] for slot, count in zip(rows, counts, strict=True)]
-        passed = self._target(slots, tokens, last if any(last) else [[0]] * len(rows), "prefill", min(width, CHUNK_STEP))
+        passed = self._target(
+            slots, tokens, last if any(last) else [[0]] * len(rows), "prefill", min(width, CHUNK_STEP)
+        )
         self._context(passed, rows)
         for i, (slot, count) in enumerate(zip(rows, counts, strict=True)):
             slot.kv_len += count

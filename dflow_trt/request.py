@@ -40,7 +40,7 @@ class Request:
 
 @dataclass
 class RequestStats:
-    """Counts of one request. The prefill token belongs to no round (papers differ in what they count: both are here)."""
+    """Counts of one request. The prefill token belongs to no round."""
 
     prompt_tokens: int = 0
     output_tokens: int = 0

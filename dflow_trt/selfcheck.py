@@ -1,2 +1,345 @@
-def run_self_check(bundle, source, drafts, mode):
-    return {"mode": mode}
+"""The numerical check at the end of a build: engines against the numpy reference, section by section.
+
+``layer`` runs the embedding, the first and last block and the head of target and drafters, and every context and relay,
+each cut out of its engine: memory stays near that of one section. ``full`` runs whole engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+
+from dflow_trt import contract as c
+from dflow_trt import reference as ref
+from dflow_trt.bundle import Bundle
+from dflow_trt.checkpoint.drafter import DrafterCheckpoint
+from dflow_trt.checkpoint.target import TargetCheckpoint
+from dflow_trt.checkpoint.weights import Array
+from dflow_trt.errors import UserError
+from dflow_trt.memory import plan_memory, show_bytes
+from dflow_trt.spec import CACHE_STEP, WeightForm
+
+# Largest difference allowed, relative to the root mean square of the reference. One int8 activation that rounds the
+# other way moves a result by a level; a wrong weight, layout or mask moves it by the order of 1.
+TOLERANCE: dict[WeightForm, float] = {"float": 1e-3, "int8": 5e-2}
+WHOLE_ENGINE = 5  # rounding adds up over the layers of a whole engine
+WHOLE_SECTIONS = (".logits", ".draft")
+ROWS, CONTEXT_ROWS, SAMPLE_ROWS = 4, 5, 128
+SAMPLE_TEXT = (
+    "The quick brown fox jumps over the lazy dog. Speculative decoding drafts several tokens and verifies them in one "
+    "pass of the target model, so that the output stays exactly the target's own.\ndef add(a, b):\n    return a + b\n"
+)
+
+Say = Callable[[str], None]
+
+
+def run_self_check(
+    bundle: Bundle,
+    target: TargetCheckpoint,
+    drafts: Sequence[DrafterCheckpoint],
+    mode: str,
+    say: Say = lambda line: None,
+) -> dict[str, Any]:
+    """Run the check; {"mode", "errors": {section: relative error}} and, for a quantised target, its "agreement".
+
+    Raises UserError naming the section that differs.
+    """
+    result: dict[str, Any] = {"mode": mode}
+    if mode != "off":
+        if mode == "full":
+            say(f"full self-check: needs about {show_bytes(2 * plan_memory(bundle, 1).weights)} of memory")
+        check = _FullCheck(bundle, target, drafts) if mode == "full" else _LayerCheck(bundle, target, drafts)
+        result["errors"] = check.run()
+    if bundle.build.target_weights != "float":
+        result["agreement"] = quantised_agreement(bundle, target)
+    return result
+
+
+class _Check:
+    """What both modes share: the parts, random rows, and the comparison."""
+
+    def __init__(self, bundle: Bundle, target: TargetCheckpoint, drafts: Sequence[DrafterCheckpoint]) -> None:
+        self.bundle, self.target, self.drafts = bundle, target, drafts
+        self.errors: dict[str, float] = {}
+        self._random = np.random.default_rng(0)
+
+    def rows(self, count: int, width: int) -> Array:
+        return self._random.standard_normal((count, width), np.float32)
+
+    def ids(self, count: int) -> Array:
+        return self._random.integers(0, self.bundle.target.live_vocab, count)
+
+    def compare(self, section: str, found: Array, wanted: Array, form: WeightForm = "float") -> None:
+        """Record the error of one section; UserError where it is too large."""
+        scale = float(np.sqrt(np.mean(np.square(wanted, dtype=np.float64)))) + 1e-20
+        error = float(np.abs(found.astype(np.float64) - wanted).max()) / scale
+        self.errors[section] = error
+        allowed = TOLERANCE[form] * (WHOLE_ENGINE if section.endswith(WHOLE_SECTIONS) else 1)
+        if not error <= allowed:
+            raise UserError(
+                f"self-check: {section} differs from the reference by {error:.1e} of its size; allowed: "
+                f"{allowed:.0e}; the bundle was not kept, please report this with the model's config.json"
+            )
+
+    def stack(self, draft: DrafterCheckpoint | None) -> ref.ReferenceStack:
+        if draft is None:
+            linear = ref.LINEAR[self.bundle.build.target_weights]
+            return ref.ReferenceStack(self.target.weights, self.target.spec.stack, "model.", linear)
+        linear = ref.LINEAR[self.bundle.build.draft_weights]
+        return ref.ReferenceStack(draft.weights, draft.spec.stack, "", linear)
+
+    def head(self, form: WeightForm) -> ref.ReferenceHead:
+        return ref.ReferenceHead(self.target.weights, self.target.spec, ref.LINEAR[form])
+
+
+class _LayerCheck(_Check):
+    """Sections cut out of the engines."""
+
+    def run(self) -> dict[str, float]:
+        self._check_target()
+        for draft in self.drafts:
+            self._check_context(draft)
+            self._check_relay(draft)
+            self._check_drafter(draft)
+        return self.errors
+
+    def _check_target(self) -> None:
+        engine, stack = _Engine(self.bundle, c.TARGET, None), self.stack(None)
+        form, positions, ids = self.bundle.build.target_weights, np.arange(ROWS), self.ids(ROWS)
+        embed = engine.embed_name
+        found = engine.section({c.INPUT_IDS.name: ids[None]}, [embed])[embed][0]
+        self.compare("target.embed", found, self.head("float").embed(ids.tolist()))
+        for i in sorted({0, stack.stack.num_layers - 1}):
+            x = self.rows(ROWS, stack.stack.hidden_size)
+            found = engine.block(i, x, 0)
+            self.compare(f"target.layers.{i}", found, stack.layer(i, x, positions), form)
+        self._check_head("target", engine, None, stack.stack.num_layers - 1, form)
+
+    def _check_head(
+        self, label: str, engine: _Engine, draft: DrafterCheckpoint | None, last: int, form: WeightForm
+    ) -> None:
+        """Final norm, head and argmax: the chosen ids must score as high as the reference's best."""
+        stack, name = self.stack(draft), "model.norm.weight" if draft is None else "norm.weight"
+        rows = ROWS if draft is None else draft.spec.block_size
+        x = self.rows(rows, stack.stack.hidden_size)
+        feeds = {f"layers.{last}.out": x[None]}
+        if draft is None:
+            feeds[c.LOGIT_ROWS.name] = np.arange(rows)[None]
+        output = c.NEXT_IDS.name if draft is None else c.DRAFT_IDS.name
+        chosen = engine.section(feeds, [output])[output][0]
+        kept = x if draft is None else x[1:]
+        wanted = self.head(form).logits(ref.rms_norm(kept, stack.read(name), stack.stack.rms_norm_eps))
+        best = np.take_along_axis(wanted, chosen[:, None], axis=1)[:, 0]
+        self.compare(f"{label}.head", best, wanted.max(axis=1), form)
+
+    def _check_context(self, draft: DrafterCheckpoint) -> None:
+        taps = self.bundle.taps
+        width = draft.spec.target_hidden_size
+        packed = self.rows(CONTEXT_ROWS, len(taps) * width)
+        starts = [taps.index(tap) * width for tap in draft.spec.target_layer_ids]
+        own = np.concatenate([packed[:, start : start + width] for start in starts], axis=1)
+        wanted = ref.context_states(draft.weights, draft.spec, own)
+        engine, stack = _Engine(self.bundle, c.CONTEXT, draft.spec.name), self.stack(draft)
+        positions, last = np.arange(CONTEXT_ROWS), draft.spec.stack.num_layers - 1
+        feeds = {
+            c.HIDDEN.name: packed[None],
+            c.POSITION_IDS.name: positions[None],
+            c.WRITE_INDEX.name: np.zeros(1, np.int64),
+        }
+        names = [c.H.name, c.present("k", last), c.present("v", last)]
+        found = engine.whole(feeds, names)
+        label, form = f"{draft.spec.name}.context", self.bundle.build.draft_weights
+        self.compare(f"{label}.h", found[names[0]][0], wanted)
+        for name, part in zip(names[1:], "kv", strict=True):
+            rows = stack.heads(last, part, wanted, positions)
+            self.compare(f"{label}.{part}", found[name][0, :, :CONTEXT_ROWS], rows, form)
+
+    def _check_relay(self, draft: DrafterCheckpoint) -> None:
+        spec, head = draft.spec, self.head("float")
+        ids, scale = self.ids(spec.block_size), spec.input_embedding_scale
+        wanted, feeds = head.embed(ids.tolist()) * scale, {c.BLOCK_IDS.name: ids[None]}
+        if spec.relay:
+            bonus, reject = self.ids(2)
+            h = self.rows(spec.block_size, spec.stack.hidden_size)
+            pair = head.embed([bonus, reject]) * scale
+            on = np.arange(spec.block_size) % 2 == 1
+            source = np.arange(spec.block_size)[::-1].copy()
+            wanted = wanted + np.where(on[:, None], ref.relay_term(draft.weights, spec, pair[0], pair[1], h[source]), 0)
+            feeds |= {c.PENDING_H.name: h[None], c.RELAY_SRC.name: source[None], c.RELAY_ON.name: on[None]}
+            feeds |= {c.BONUS_ID.name: np.array([bonus]), c.REJECT_ID.name: np.array([reject])}
+        found = _Engine(self.bundle, c.RELAY, spec.name).whole(feeds, [c.BLOCK_EMBEDS.name])
+        self.compare(f"{spec.name}.relay", found[c.BLOCK_EMBEDS.name][0], wanted)
+
+    def _check_drafter(self, draft: DrafterCheckpoint) -> None:
+        """Blocks with an empty context: what a context does to them is :meth:`_check_context`'s keys and values."""
+        engine, stack, size = _Engine(self.bundle, c.DRAFTER, draft.spec.name), self.stack(draft), draft.spec.block_size
+        form, last = self.bundle.build.draft_weights, draft.spec.stack.num_layers - 1
+        for i in sorted({0, last}):
+            x = self.rows(size, draft.spec.stack.hidden_size)
+            found = engine.block(i, x, 0)
+            self.compare(f"{draft.spec.name}.layers.{i}", found, stack.layer(i, x, np.arange(size)), form)
+        self._check_head(draft.spec.name, engine, draft, last, form)
+
+
+class _Engine:
+    """One engine's graph, and the running of sections cut out of it."""
+
+    def __init__(self, bundle: Bundle, engine: str, drafter: str | None) -> None:
+        self._path = bundle.engine_path(engine, drafter)
+        self._contract = next(k for name, k in bundle.contracts() if (name, k.engine) == (drafter, engine))
+
+    @property
+    def embed_name(self) -> str:
+        """The embedding's value: cast where the table has another dtype than the engine."""
+        names = {node.outputs[0].name for node in ir.load(self._path).graph}
+        return "embed.cast" if "embed.cast" in names else "embed"
+
+    def block(self, i: int, x: Array, start: int) -> Array:
+        """Rows x [S,E] through decoder layer i alone, at positions start.., over a cache of zeros."""
+        rows, positions = len(x), start + np.arange(len(x))
+        source = f"layers.{i - 1}.out" if i else (c.BLOCK_EMBEDS.name if self._is_drafter else self.embed_name)
+        feeds = {
+            source: x[None],
+            c.POSITION_IDS.name: positions[None],
+            c.WRITE_INDEX.name: np.array([start]),
+            c.KV_INDEX.name: np.arange(-(-(start + rows) // CACHE_STEP) * CACHE_STEP),
+            **self._caches(i),
+        }
+        result: Array = self.section(feeds, [f"layers.{i}.out"])[f"layers.{i}.out"][0]
+        return result
+
+    @property
+    def _is_drafter(self) -> bool:
+        return self._contract.engine == c.DRAFTER
+
+    def _caches(self, layer: int) -> dict[str, Array]:
+        size = self._contract.static
+        shape = (1, size["N"], size["L"], size["D"])
+        return {c.past(tensor, layer): np.zeros(shape, np.float32) for tensor in c.CACHE_TENSORS}
+
+    def section(self, feeds: dict[str, Array], outputs: Sequence[str]) -> dict[str, Array]:
+        """Run the part of the graph between ``feeds`` and ``outputs``; only its own weights are loaded."""
+        model = ir.load(self._path)
+        graph = ir.convenience.extract(model.graph, list(feeds), list(outputs))
+        for value in graph.inputs:
+            array = feeds[str(value.name)]
+            value.type, value.shape = ir.TensorType(ir.DataType.from_numpy(array.dtype)), ir.Shape(array.shape)
+        for value in graph.outputs:
+            value.type = value.type or ir.TensorType(ir.DataType.FLOAT)
+        cut = self._path.with_suffix(".check.onnx")
+        ir.save(ir.Model(graph, ir_version=model.ir_version, functions=tuple(model.functions.values())), cut)
+        try:
+            return _run(cut, feeds, outputs)
+        finally:
+            cut.unlink()
+
+    def whole(self, feeds: dict[str, Array], outputs: Sequence[str]) -> dict[str, Array]:
+        """Run the whole engine, its caches zeroed."""
+        for layer in range(self._contract.cache_layers):
+            feeds |= self._caches(layer)
+        return _run(self._path, feeds, outputs)
+
+
+def _run(path: Path, feeds: dict[str, Array], outputs: Sequence[str]) -> dict[str, Array]:
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.add_session_config_entry("session.disable_prepacking", "1")  # a packed copy would double the memory
+    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return dict(zip(outputs, session.run(list(outputs), feeds), strict=True))
+
+
+class _FullCheck(_LayerCheck):
+    """All sections, then whole engines through the runtime: a prompt's logits and taps, context, relay and draft."""
+
+    def run(self) -> dict[str, float]:
+        from dflow_trt.runtime.ort import OrtRuntime
+
+        super().run()
+        self._runtime = OrtRuntime(self.bundle, slots=1)
+        ids = self.ids(2 * ROWS)
+        linear = ref.LINEAR[self.bundle.build.target_weights]
+        logits, outputs = ref.target_forward(self.target.weights, self.target.spec, ids.tolist(), linear)
+        found = target_pass(self._runtime, ids)
+        form = self.bundle.build.target_weights
+        self.compare("target.logits", found[:, : self.target.spec.live_vocab], logits, form)
+        for draft in self.drafts:
+            taps = np.concatenate([outputs[tap] for tap in draft.spec.target_layer_ids], axis=1)
+            self._check_draft(draft, ids, ref.context_states(draft.weights, draft.spec, taps))
+        self._runtime.close()
+        return self.errors
+
+    def _check_draft(self, draft: DrafterCheckpoint, ids: Array, context: Array) -> None:
+        """One draft without relay after the prompt: its tokens must score as high as the reference's best."""
+        spec, length = draft.spec, len(ids)
+        positions = np.arange(length)
+        feeds = {c.POSITION_IDS.name: positions[None], c.WRITE_INDEX.name: np.zeros(1, np.int64)}
+        self._runtime.run(c.CONTEXT, spec.name, range(1), feeds)
+        block = [int(ids[-1]), *[spec.mask_token_id] * spec.num_drafts]
+        x = self.head("float").embed(block) * spec.input_embedding_scale
+        chosen = self._draft(spec.name, block, length)
+        stack, at = self.stack(draft), length + np.arange(spec.block_size)
+        for i in range(spec.stack.num_layers):
+            x = stack.layer(i, x, at, context)
+        normed = ref.rms_norm(x[1:], stack.read("norm.weight"), spec.stack.rms_norm_eps)
+        wanted = self.head(self.bundle.build.draft_weights).logits(normed)
+        best = np.take_along_axis(wanted, chosen[:, None], axis=1)[:, 0]
+        self.compare(f"{spec.name}.draft", best, wanted.max(axis=1), self.bundle.build.draft_weights)
+
+    def _draft(self, name: str, block: list[int], length: int) -> Array:
+        spec = self.bundle.drafters[name].spec
+        feeds: dict[str, Array] = {c.BLOCK_IDS.name: np.array([block])}
+        if spec.relay:
+            none = np.zeros((1, spec.block_size), np.int64)
+            pair = np.zeros(1, np.int64)
+            feeds |= {c.RELAY_SRC.name: none, c.RELAY_ON.name: none.astype(bool)}
+            feeds |= {c.BONUS_ID.name: pair, c.REJECT_ID.name: pair}
+        self._runtime.run(c.RELAY, name, range(1), feeds)
+        feeds = {
+            c.BLOCK_POSITION_IDS.name: length + np.arange(spec.block_size)[None],
+            c.BLOCK_WRITE_INDEX.name: np.array([length]),
+            c.KV_INDEX.name: np.arange(-(-(length + spec.block_size) // CACHE_STEP) * CACHE_STEP),
+        }
+        ids: Array = self._runtime.run(c.DRAFTER, name, range(1), feeds, [c.DRAFT_IDS.name])[0][0]
+        return ids
+
+
+def target_pass(runtime: Any, ids: Array) -> Array:
+    """One prompt through a runtime's target, alone in slot 0: logits [S,V]."""
+    rows = np.arange(len(ids))
+    feeds = {
+        c.INPUT_IDS.name: ids[None],
+        c.POSITION_IDS.name: rows[None],
+        c.ROW_COUNT.name: np.array([len(ids)]),
+        c.LOGIT_ROWS.name: rows[None],
+        c.WRITE_INDEX.name: np.zeros(1, np.int64),
+        c.KV_INDEX.name: np.arange(-(-len(ids) // CACHE_STEP) * CACHE_STEP),
+    }
+    logits: Array = runtime.run(c.TARGET, None, range(1), feeds, [c.LOGITS.name])[0][0]
+    return logits
+
+
+def quantised_agreement(bundle: Bundle, target: TargetCheckpoint) -> float:
+    """Share of positions of a sample text where the quantised target's best next token is the float model's."""
+    from dflow_trt.runtime.ort import OrtRuntime
+
+    ids = _sample_ids(bundle)
+    wanted, _ = ref.target_forward(target.weights, target.spec, ids.tolist())
+    runtime = OrtRuntime(bundle, slots=1, engines=(c.TARGET,))
+    found = target_pass(runtime, ids)[:, : bundle.target.live_vocab]
+    runtime.close()
+    return float(np.mean(found.argmax(axis=1) == wanted.argmax(axis=1)))
+
+
+def _sample_ids(bundle: Bundle) -> Array:
+    """Tokens of the sample text; without a tokenizer, random ids."""
+    limit = min(SAMPLE_ROWS, bundle.build.prefill_chunk)
+    if bundle.tokenizer_path is None:
+        return np.random.default_rng(0).integers(0, bundle.target.live_vocab, limit)
+    from dflow_trt.text import Tokenizer
+
+    return np.array(Tokenizer.from_folder(bundle.tokenizer_path).encode(SAMPLE_TEXT)[:limit])

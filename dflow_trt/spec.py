@@ -90,7 +90,10 @@ class TargetSpec:
 
 @dataclass(frozen=True)
 class RelaySpec:
-    """The relay (DFlow, arXiv 2609.06498): [beta ; gamma] = MLP([E(b) ; E(y_hat) ; h]), x_j = E(mask) + beta * LN(h) + gamma."""
+    """The relay (DFlow, arXiv 2609.06498).
+
+    [beta ; gamma] = MLP([E(b) ; E(y_hat) ; h]), x_j = E(mask) + beta * LN(h) + gamma.
+    """
 
     start: RelayStart
     norm_eps: float

@@ -1,8 +1,7 @@
 """Text around the token loop: tokenizer and chat template, incremental detokenising, stop strings.
 
-Everything here is per request and on the host; ids in, text out. It reads the files that come with a checkpoint
-(``tokenizer.json``, ``tokenizer_config.json``, ``chat_template.jinja``) without transformers, and gives the same ids and
-the same text as transformers' AutoTokenizer.
+Ids in, text out, on the host. The files that come with a checkpoint (``tokenizer.json``, ``tokenizer_config.json``,
+``chat_template.jinja``) are read without transformers, and give the same ids and the same text as its AutoTokenizer.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import codecs
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +25,14 @@ from dflow_trt.errors import UserError
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
 _REPLACEMENT = "\ufffd"  # what decoders put for bytes that are not, or not yet, UTF-8
-_LONGEST_HOLD = 16  # tokens; no character takes more, so a longer run of replacements is text
+_LONGEST_CHARACTER = 4  # in bytes, hence in tokens of one byte each
 
 
 class Tokenizer:
     """A checkpoint's tokenizer and chat template. Made by :meth:`from_folder`; immutable, shared by all requests.
 
-    size: the largest token id + 1.
+    size: the largest token id + 1. special_ids: what ``skip_special_tokens`` leaves out.
+    byte_level: decoding is joining the tokens' bytes (GPT-2, Llama 3, Qwen), with no context across tokens.
     """
 
     def __init__(
@@ -45,13 +44,15 @@ class Tokenizer:
         self._backend = backend
         self._special_tokens = dict(special_tokens)
         self._templates = dict(templates)
+        self._compiled: dict[str, jinja2.Template] = {}
         self.size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token for token, entry in added.items() if entry.special)
+        self.byte_level = backend.decoder is not None and b'"ByteLevel"' in backend.decoder.__getstate__()
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer:
-        """Reads a checkpoint or bundle folder. Raises UserError when tokenizer.json is missing or a file is malformed."""
+        """Reads a checkpoint or bundle folder. Raises UserError for a missing or malformed file."""
         folder = Path(path)
         config = _read_json(folder / "tokenizer_config.json")
         special_tokens = _special_tokens({**_read_json(folder / "special_tokens_map.json"), **config})
@@ -59,9 +60,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a plain prompt, with the special tokens that the tokenizer itself adds (often none)."""
-        if not isinstance(text, str):
-            raise UserError(f"the prompt is {_show(text)}; allowed: a string")
-        return list(self._backend.encode(text, add_special_tokens=True).ids)
+        return self._encode(text, add_special_tokens=True)
 
     def encode_chat(
         self,
@@ -76,7 +75,7 @@ class Tokenizer:
         Raises UserError for malformed messages, a missing template, or one that refuses the messages.
         """
         text = self.render_chat(messages, add_generation_prompt, **template_kwargs)
-        return list(self._backend.encode(text, add_special_tokens=False).ids)
+        return self._encode(text, add_special_tokens=False)
 
     def render_chat(
         self,
@@ -86,13 +85,10 @@ class Tokenizer:
     ) -> str:
         """The text that :meth:`encode_chat` encodes."""
         values = {"tools": None, "documents": None, **self._special_tokens, **template_kwargs}
+        values |= {"messages": _checked_messages(messages), "add_generation_prompt": add_generation_prompt}
         template = self._template("tool_use" if values["tools"] is not None else "default")
         try:
-            return template.render(
-                messages=_checked_messages(messages), add_generation_prompt=add_generation_prompt, **values
-            )
-        except UserError:
-            raise
+            return template.render(values)
         except _TEMPLATE_ERRORS as error:
             raise UserError(f"the chat template does not take these messages: {_line(error)}") from error
 
@@ -101,7 +97,7 @@ class Tokenizer:
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token: int) -> str:
-        """One token by itself, for display beside its log-probability: special tokens by name, part of a character as U+FFFD."""
+        """One token by itself, for display: special tokens by name, part of a character as U+FFFD."""
         return self.decode([token], skip_special_tokens=False)
 
     def bad_words_ids(self, words: Sequence[str | Sequence[int]]) -> tuple[tuple[int, ...], ...]:
@@ -112,9 +108,7 @@ class Tokenizer:
         sequences: list[tuple[int, ...]] = []
         for word in words:
             spellings = [word.lstrip(), " " + word.lstrip()] if isinstance(word, str) else []
-            sequences += [
-                tuple(self._backend.encode(text, add_special_tokens=False).ids) for text in spellings
-            ]
+            sequences += [tuple(self._encode(text, add_special_tokens=False)) for text in spellings]
             sequences += [] if isinstance(word, str) else [tuple(word)]
         return tuple(dict.fromkeys(ids for ids in sequences if ids))
 
@@ -124,24 +118,18 @@ class Tokenizer:
         mapped = [_BYTE_OF_CHAR.get(char) for char in text]
         return text.encode() if None in mapped else bytes(byte for byte in mapped if byte is not None)
 
-    @cached_property
-    def byte_level(self) -> bool:
-        """Whether decoding is joining the tokens' bytes (GPT-2, Llama 3, Qwen), with no context across tokens."""
-        return json.loads(self._backend.to_str()).get("decoder", {}).get("type") == "ByteLevel"
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if not isinstance(text, str) or any("\ud800" <= char <= "\udfff" for char in text):
+            raise UserError(f"the text is {_show(text)}; allowed: a string without lone surrogates")
+        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def _template(self, name: str) -> jinja2.Template:
         source = self._templates.get(name, self._templates.get("default"))
         if source is None:
-            raise UserError(
-                "this tokenizer has no chat template; give the prompt as text, or add chat_template.jinja"
-            )
+            raise UserError("this tokenizer has no chat template; give the prompt as text, or add chat_template.jinja")
         if source not in self._compiled:
             self._compiled[source] = _compile(source)
         return self._compiled[source]
-
-    @cached_property
-    def _compiled(self) -> dict[str, jinja2.Template]:
-        return {}
 
 
 def _show(value: Any) -> str:
@@ -153,12 +141,19 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def _read_text(path: Path) -> str | None:
+    """A UTF-8 file's text; None where there is no such file."""
+    try:
+        return path.read_text(encoding="utf-8") if path.is_file() else None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8: {_line(error)}") from error
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     """A JSON object; {} where there is no such file."""
-    if not path.is_file():
-        return {}
+    text = _read_text(path)
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads("{}" if text is None else text)
     except ValueError as error:
         raise UserError(f"{path} is not JSON: {_line(error)}") from error
     if not isinstance(data, dict):
@@ -186,17 +181,23 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 def _read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """chat_template.jinja if there is one, else tokenizer_config.json's: a text, or a list of named ones."""
-    path = folder / "chat_template.jinja"
-    value = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
-    if isinstance(value, list):
-        return {str(entry["name"]): str(entry["template"]) for entry in value}
-    return {} if value is None else {"default": str(value)}
+    value = _read_text(folder / "chat_template.jinja")
+    value = config.get("chat_template") if value is None else value
+    entries = (
+        value if isinstance(value, list) else [{"name": "default", "template": value}] if value is not None else []
+    )
+    for entry in entries:
+        if not isinstance(entry, dict) or not isinstance(entry.get("template"), str):
+            raise UserError(
+                f"{folder}: a chat_template is {_show(entry)}; allowed: text, or a list of {{name, template}}"
+            )
+    return {str(entry.get("name")): entry["template"] for entry in entries}
 
 
 class _GenerationBlock(Extension):
     """``{% generation %}`` marks the assistant's text for training; for a prompt it is its content."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 (jinja declares it so)
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -225,9 +226,7 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """JSON without jinja's own HTML escapes."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> None:
@@ -246,9 +245,7 @@ def _checked_message(index: int, message: Any) -> dict[str, Any]:
         raise UserError(f"message {index} is {_show(message)}; allowed: an object with role and content")
     present = {key: value for key, value in message.items() if value is not None}
     if not isinstance(present.get("role"), str) or not present["role"]:
-        raise UserError(
-            f"message {index} has the role {_show(message.get('role'))}; allowed: a non-empty string"
-        )
+        raise UserError(f"message {index} has the role {_show(message.get('role'))}; allowed: a non-empty string")
     content = present.get("content")
     parts = isinstance(content, list) and all(isinstance(part, Mapping) for part in content)
     if not isinstance(content, str) and not parts and not (content is None and "tool_calls" in present):
@@ -276,7 +273,7 @@ class Detokenizer:
 
     Byte-level vocabularies: exact for any ids, by an incremental UTF-8 decoder. Others (SentencePiece style), where a
     token's text depends on its neighbours: the tokens since the last character border are decoded with and without the
-    new ones (vLLM's and TGI's prefix and read offsets). That is exact for text; an id sequence that spells no UTF-8
+    new ones (the prefix and read offsets of vLLM and TGI). That is exact for text; an id sequence that spells no UTF-8
     may give other U+FFFD than a one-shot decode, whose look-ahead has no bound.
     """
 
@@ -289,30 +286,28 @@ class Detokenizer:
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that became certain with these ids."""
-        kept = [token for token in ids if token not in self._skipped]
+        kept = [token for token in ids if token not in self._skipped and token < self._tokenizer.size]
         if self._utf8 is not None:
             return self._utf8.decode(b"".join(map(self._tokenizer.token_bytes, kept)))
-        self._pending += kept
-        text = self._pending_text()
-        if text.endswith(_REPLACEMENT) and len(self._pending) < _LONGEST_HOLD:
-            return ""
-        return self._advance(text)
+        return "".join(map(self._push_in_context, kept))
 
     def finish(self) -> str:
         """What was held back; the end of the stream."""
-        return (
-            self._utf8.decode(b"", final=True)
-            if self._utf8 is not None
-            else self._advance(self._pending_text())
-        )
+        return self._utf8.decode(b"", final=True) if self._utf8 is not None else self._advance(self._pending_text())
+
+    def _push_in_context(self, token: int) -> str:
+        """Holds tokens that are bytes of an unfinished character: each of them still decodes to one U+FFFD."""
+        self._pending.append(token)
+        text = self._pending_text()
+        unfinished = text.endswith(_REPLACEMENT) and len(text) >= len(self._pending)
+        return "" if unfinished and len(self._pending) < _LONGEST_CHARACTER else self._advance(text)
 
     def _pending_text(self) -> str:
         before = self._tokenizer.decode(self._before, skip_special_tokens=False)
         return self._tokenizer.decode(self._before + self._pending, skip_special_tokens=False)[len(before) :]
 
     def _advance(self, text: str) -> str:
-        if text:
-            self._before, self._pending = self._pending, []
+        self._before, self._pending = self._pending, []
         return text
 
 
@@ -330,16 +325,24 @@ class StopMatcher:
         self._held = ""
         self._stopped = False
 
-    def push(self, delta: str) -> tuple[str, bool]:
-        """(text that is safe to emit, whether a stop string has completed); nothing comes after a stop."""
+    def push(self, delta: str, search: bool = True) -> tuple[str, bool]:
+        """(text that is safe to emit, whether a stop string has completed); nothing comes after a stop.
+
+        search: False lets stop strings that complete within this piece pass.
+        """
         if self._stopped:
             return "", True
         text = self._held + delta
-        found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        found = self._completed(text, len(self._held)) if search else []
         self._stopped = bool(found)
         safe = min(found)[1] if found else len(text) - self._held_length(text)
         self._held = "" if found else text[safe:]
         return text[:safe], self._stopped
+
+    def _completed(self, text: str, after: int) -> list[tuple[int, int]]:
+        """(end, start) of the first occurrence of each stop string that ends after the first ``after`` characters."""
+        starts = [(stop, text.find(stop, max(0, after - len(stop) + 1))) for stop in self._stops]
+        return [(start + len(stop), start) for stop, start in starts if start >= 0]
 
     def finish(self) -> str:
         """The text held back for a stop string that did not come."""
@@ -357,21 +360,29 @@ class StopMatcher:
 class TextStream:
     """One request's output text: detokenising and stop strings together.
 
-    The decoder pushes every emitted token and stops where push says so. Where a stop string completes inside a token, the
-    text is cut exactly before the stop string and the token stays among the request's token ids.
+    The decoder pushes every emitted token and stops where push says so. Where a stop string completes inside a token,
+    the text is cut exactly before the stop string and the token stays among the request's token ids.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stops: Sequence[str] = (), skip_special_tokens: bool = True
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str] = (),
+        skip_special_tokens: bool = True,
+        min_tokens: int = 0,
     ) -> None:
+        """min_tokens: a stop string that completes within that many tokens is text like any other, as in vLLM."""
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens)
         self._matcher = StopMatcher(stops)
+        self._tokens_before_stop = min_tokens
         self._parts: list[str] = []
         self._taken = 0
 
     def push(self, token: int) -> bool:
         """Adds one token; True when a stop string has completed with it, or did before."""
-        text, stopped = self._matcher.push(self._detokenizer.push([token]))
+        search = self._tokens_before_stop == 0
+        self._tokens_before_stop -= not search
+        text, stopped = self._matcher.push(self._detokenizer.push([token]), search)
         self._parts.append(text)
         return stopped
 
@@ -381,8 +392,9 @@ class TextStream:
         return "".join(parts)
 
     def finish(self) -> str:
-        """Ends the stream: what was held back joins the text, unless a stop string ended it. The text since the last take."""
-        self._parts += [self._matcher.push(self._detokenizer.finish())[0], self._matcher.finish()]
+        """Ends the stream; what was held back joins the text unless a stop string came. Text since the last take."""
+        text, _ = self._matcher.push(self._detokenizer.finish(), search=self._tokens_before_stop == 0)
+        self._parts += [text, self._matcher.finish()]
         return self.take()
 
     @property

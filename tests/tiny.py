@@ -114,11 +114,7 @@ def make_drafter(
     ``target_layer_ids`` beside the Qwen3 keys instead of inside ``dflash_config``. speculators: that
     project's nested layout.
     """
-    base = {
-        key: target_config[key]
-        for key in TARGET_DEFAULTS
-        if key not in ("eos_token_id", "tie_word_embeddings")
-    }
+    base = {key: target_config[key] for key in TARGET_DEFAULTS if key not in ("eos_token_id", "tie_word_embeddings")}
     base |= {"architectures": ["DFlashDraftModel"], "num_hidden_layers": 2, "num_target_layers": None}
     base["num_target_layers"] = target_config["num_hidden_layers"]
     config: Config = {**base, **_layout(layout, dtype, rope, theta), **overrides}
@@ -129,11 +125,7 @@ def make_drafter(
     if relay:
         tensors |= relay_tensors(rng, config["hidden_size"], relay_scale)
     draft = {"block_size": block_size, "mask_token_id": mask, "target_layer_ids": taps}
-    config = (
-        _nested(config, draft)
-        if speculators
-        else {**config, **(draft if top_level else {"dflash_config": draft})}
-    )
+    config = _nested(config, draft) if speculators else {**config, **(draft if top_level else {"dflash_config": draft})}
     if relay:
         config["dflow_config"] = {"relay_start": relay_start}
     _write(folder, config, tensors, dtype, shards)

@@ -8,6 +8,7 @@ transformers would only warn, or would crash later, the value is refused.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from dflow_trt.checkpoint.reader import Config, read_config, show
 from dflow_trt.spec import DTYPES, RopeSpec, StackSpec
@@ -46,9 +47,7 @@ def reject_unsupported(config: Config) -> None:
     for key in ("dtype", "torch_dtype"):
         config.one_of(key, DTYPES, default=DTYPES[0])
     if config.get("dtype") and config.get("torch_dtype") not in (None, config.get("dtype")):
-        raise config.error(
-            "torch_dtype", f"the value of dtype, {config.get('dtype')!r}", "keep one of the two keys"
-        )
+        raise config.error("torch_dtype", f"the value of dtype, {config.get('dtype')!r}", "keep one of the two keys")
 
 
 def read_rope(config: Config, head_dim: int) -> RopeSpec:
@@ -59,9 +58,7 @@ def read_rope(config: Config, head_dim: int) -> RopeSpec:
     kind = _rope_kind(rope)
     unknown = sorted(key for key, value in rope.data.items() if value is not None and key not in _known(kind))
     if unknown:
-        raise rope.error(
-            unknown[0], f"absent for rope_type {kind!r}", "remove it, or name the rope type it is for"
-        )
+        raise rope.error(unknown[0], f"absent for rope_type {kind!r}", "remove it, or name the rope type it is for")
     theta = rope.number("rope_theta", above=1)
     if kind == "default":
         return RopeSpec("default", theta)
@@ -73,9 +70,7 @@ def _rope_section(config: Config) -> Config:
     """The rope parameters as one section, ``rope_theta`` inside, whatever the layout."""
     old, new = config.section("rope_scaling"), config.section("rope_parameters")
     if old and new and old.data and new.data and old.data != new.data:
-        raise config.error(
-            "rope_scaling", "absent where rope_parameters is given", "keep one of the two keys"
-        )
+        raise config.error("rope_scaling", "absent where rope_parameters is given", "keep one of the two keys")
     rope = old if old and old.data else new or Config({}, config.where)
     for key in LAYER_TYPES:
         if rope.get(key) is not None:
@@ -85,9 +80,7 @@ def _rope_section(config: Config) -> Config:
             raise source.error("partial_rotary_factor", "absent or 1.0", "partial rotary is not supported")
     inner, outer = rope.get("rope_theta"), config.get("rope_theta")
     if inner is not None and outer is not None and inner != outer:
-        raise config.error(
-            "rope_theta", f"{rope.prefix}rope_theta, {show(inner)}", "keep one of the two keys"
-        )
+        raise config.error("rope_theta", f"{rope.prefix}rope_theta, {show(inner)}", "keep one of the two keys")
     if inner is None:
         config.number("rope_theta", above=1)
     return Config({**rope.data, "rope_theta": outer if inner is None else inner}, rope.where, rope.prefix)
@@ -150,32 +143,25 @@ def read_layers(config: Config, num_layers: int) -> tuple[int | None, ...]:
     window is refused (transformers cannot run it).
     """
     types = config.get("layer_types")
-    window = (
-        config.optional_integer("sliding_window") if config.boolean("use_sliding_window", False) else None
-    )
+    window = config.optional_integer("sliding_window") if config.boolean("use_sliding_window", False) else None
     if types is None:
         first = num_layers if window is None else config.integer("max_window_layers", low=0)
         return tuple(window if layer >= first else None for layer in range(num_layers))
-    if (
-        not isinstance(types, list)
-        or len(types) != num_layers
-        or any(item not in LAYER_TYPES for item in types)
-    ):
+    if not isinstance(types, list) or len(types) != num_layers or any(item not in LAYER_TYPES for item in types):
         raise config.error("layer_types", f"a list of {num_layers} of " + " or ".join(map(repr, LAYER_TYPES)))
     if LAYER_TYPES[1] in types and window is None:
-        allowed = (
-            "a positive integer together with use_sliding_window true, as layer_types has sliding_attention"
-        )
+        allowed = "a positive integer together with use_sliding_window true, as layer_types has sliding_attention"
         raise config.error("sliding_window", allowed)
     return tuple(window if item == LAYER_TYPES[1] else None for item in types)
 
 
-def read_stack(config: Config, causal: tuple[bool, ...] | None = None) -> StackSpec:
-    """The decoder stack of a target, or of a drafter, which says itself which layers are ``causal``."""
+def read_stack(config: Config, causal: Callable[[int | None], bool] = lambda window: True) -> StackSpec:
+    """The decoder stack. ``causal``: whether a layer with this window masks later positions; a target's all do."""
     heads, groups = config.integer("num_attention_heads"), config.integer("num_key_value_heads")
     if heads % groups:
         raise config.error("num_key_value_heads", f"a divisor of num_attention_heads, {heads}")
     layers, head_dim = config.integer("num_hidden_layers", high=MAX_LAYERS), config.integer("head_dim")
+    windows = read_layers(config, layers)
     return StackSpec(
         hidden_size=config.integer("hidden_size"),
         num_layers=layers,
@@ -186,6 +172,6 @@ def read_stack(config: Config, causal: tuple[bool, ...] | None = None) -> StackS
         rms_norm_eps=config.number("rms_norm_eps", above=0),
         attention_bias=config.boolean("attention_bias", False),
         rope=read_rope(config, head_dim),
-        windows=read_layers(config, layers),
-        causal=causal or (True,) * layers,
+        windows=windows,
+        causal=tuple(map(causal, windows)),
     )

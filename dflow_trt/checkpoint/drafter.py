@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflow_trt.checkpoint.config import read_layers, read_stack, reject_unsupported
+from dflow_trt.checkpoint.config import read_stack, reject_unsupported
 from dflow_trt.checkpoint.folder import CONFIG, checked_folder, fingerprint, licence
 from dflow_trt.checkpoint.names import EMBEDDING, HEAD, RELAY_NAMES, check_tensors, drafter_tensors
 from dflow_trt.checkpoint.reader import Config, read_config, refuse, show
@@ -26,6 +26,7 @@ from dflow_trt.spec import (
     NO_RELAY_SUFFIX,
     RELAY_STARTS,
     DrafterSpec,
+    DType,
     RelaySpec,
     StackSpec,
     TargetSpec,
@@ -37,7 +38,7 @@ NESTED = "transformer_layer_config"
 RESERVED = (AUTOREGRESSIVE, "target", "vocab")
 _BORROWED = (EMBEDDING, "embed_tokens.weight", HEAD, "verifier_lm_head.weight")
 _MAPS = ("d2t", "t2d")
-_OTHER_MODELS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", "markov_rank")
+_OTHER_MODELS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,17 @@ def read_drafter(folder: Path | str, target: TargetSpec, name: str | None = None
     weights = open_weights(path)
     _reject_borrowed(weights, path)
     relay = _relay(draft.top, set(weights.names()), draft.stack)
-    spec = DrafterSpec(
-        name=_name(name, relay),
+    dtype = checkpoint_dtype(weights, "fc.weight", path)
+    spec = _spec(draft, target, relay, _name(name, relay), architecture, dtype)
+    check_tensors(weights, drafter_tensors(spec), path)
+    return DrafterCheckpoint(path, spec, weights, fingerprint(weights, (path / CONFIG,)))
+
+
+def _spec(
+    draft: _Draft, target: TargetSpec, relay: RelaySpec | None, name: str, architecture: str, dtype: DType
+) -> DrafterSpec:
+    return DrafterSpec(
+        name=name,
         stack=_paired_stack(draft, target),
         block_size=draft.keys.integer("block_size", low=2),
         mask_token_id=_mask_id(draft.keys, target),
@@ -86,12 +96,10 @@ def read_drafter(folder: Path | str, target: TargetSpec, name: str | None = None
         output_multiplier=_scale(draft.keys, "output_multiplier"),
         final_logit_softcapping=_softcap(draft.keys),
         relay=relay,
-        checkpoint_dtype=checkpoint_dtype(weights, "fc.weight", path),
+        checkpoint_dtype=dtype,
         architecture=architecture,
-        licence=licence(path),
+        licence=licence(draft.top.where.parent),
     )
-    check_tensors(weights, drafter_tensors(spec), path)
-    return DrafterCheckpoint(path, spec, weights, fingerprint(weights, (path / CONFIG,)))
 
 
 def _layout(top: Config) -> _Draft:
@@ -103,9 +111,7 @@ def _layout(top: Config) -> _Draft:
     inner = top.section("dflash_config") or Config({}, top.where, "dflash_config.")
     for key, value in inner.data.items():
         if value is not None and top.get(key) not in (None, value):
-            raise inner.error(
-                key, f"the value at the top level, {show(top.get(key))}", "keep one of the two keys"
-            )
+            raise inner.error(key, f"the value at the top level, {show(top.get(key))}", "keep one of the two keys")
     given = {key: value for key, value in inner.data.items() if value is not None}
     keys = Config({**top.data, **given}, top.where)
     return _Draft(top, top, keys, False)
@@ -113,11 +119,12 @@ def _layout(top: Config) -> _Draft:
 
 def _reject_other_drafters(draft: _Draft) -> None:
     """Refuse, by key, relatives of DFlash whose heads or masks are others."""
-    reject_unsupported(draft.stack)
+    for config in (draft.top, draft.stack):
+        reject_unsupported(config)
     draft.keys.one_of("projector_type", ("dflash",), default="dflash")
     for key in _OTHER_MODELS:
         if draft.keys.get(key) is not None:
-            raise draft.keys.error(key, "absent", "DFlash 2 and DSpark drafters are not supported")
+            raise draft.keys.error(key, "absent", "DFlash 2 drafters are not supported")
     for key in ("sample_from_anchor", "shift_label"):
         if draft.keys.boolean(key, False):
             raise draft.keys.error(key, "false or absent", "slot j must predict its own position")
@@ -142,9 +149,7 @@ def _relay(top: Config, names: set[str], stack: Config) -> RelaySpec | None:
         return None
     lacking = [name for name in RELAY_NAMES if name not in names]
     if lacking:
-        found = (
-            f"missing, while {have[0]} is there" if have else f"missing, while relay_start is {show(start)}"
-        )
+        found = f"missing, while {have[0]} is there" if have else f"missing, while relay_start is {show(start)}"
         todo = "complete the relay, or remove it with its config key"
         raise refuse(top.where.parent, lacking[0], found, "all relay tensors with relay_start, or none", todo)
     return RelaySpec(_relay_start(section), stack.number("rms_norm_eps", above=0))
@@ -176,10 +181,9 @@ def _paired_stack(draft: _Draft, target: TargetSpec) -> StackSpec:
         ("num_target_layers", target.stack.num_layers),
         ("draft_vocab_size", target.vocab_size),
     ):
-        if draft.top.get(key) is not None:
-            _same(draft.top, key, value, "as in the target")
-    windows = read_layers(draft.stack, draft.stack.integer("num_hidden_layers"))
-    return read_stack(draft.stack, tuple(map(_causal(draft), windows)))
+        if draft.keys.get(key) is not None:
+            _same(draft.keys, key, value, "as in the target")
+    return read_stack(draft.stack, _causal(draft))
 
 
 def _causal(draft: _Draft) -> Callable[[int | None], bool]:
@@ -205,9 +209,7 @@ def _mask_id(keys: Config, target: TargetSpec) -> int:
     mask = keys.integer("mask_token_id", low=0, high=target.vocab_size - 1)
     if mask in target.eos_ids or mask == target.pad_id:
         taken = "an eos id" if mask in target.eos_ids else "the pad id"
-        raise keys.error(
-            "mask_token_id", f"an id that is not {taken} of the target", "use the drafter's mask id"
-        )
+        raise keys.error("mask_token_id", f"an id that is not {taken} of the target", "use the drafter's mask id")
     return mask
 
 

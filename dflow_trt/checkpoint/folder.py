@@ -30,11 +30,7 @@ def licence(folder: Path) -> str | None:
     readme = folder / "README.md"
     text = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
     matter = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", text, re.DOTALL)
-    line = (
-        re.search(r"^license:[ \t]*(?:\n[ \t]*-[ \t]*)?([^\n#]+)", matter[1], re.MULTILINE)
-        if matter
-        else None
-    )
+    line = re.search(r"^license:[ \t]*(?:\n[ \t]*-[ \t]*)?([^\n#]+)", matter[1], re.MULTILINE) if matter else None
     named = line[1].strip().strip("'\"[]") if line else ""
     return named or next((path.name for path in sorted(folder.glob("LICENSE*"))), None)
 

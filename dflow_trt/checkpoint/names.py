@@ -12,9 +12,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-RELAY_NAMES = tuple(
-    f"relay_{part}.{kind}" for part in ("norm", "mlp.0", "mlp.2") for kind in ("weight", "bias")
-)
+RELAY_NAMES = tuple(f"relay_{part}.{kind}" for part in ("norm", "mlp.0", "mlp.2") for kind in ("weight", "bias"))
 
 
 def target_tensors(spec: TargetSpec) -> Shapes:
@@ -51,9 +49,7 @@ def check_tensors(weights: Weights, expected: Shapes, where: Path) -> None:
     missing = [name for name in expected if name not in found]
     if missing:
         shape = list(expected[missing[0]])
-        raise refuse(
-            where, missing[0], "missing" + _more(missing), f"a tensor of shape {shape}", "complete the folder"
-        )
+        raise refuse(where, missing[0], "missing" + _more(missing), f"a tensor of shape {shape}", "complete the folder")
     left = sorted(found - expected.keys())
     if left:
         todo = "use a supported architecture, or remove it"
@@ -77,9 +73,7 @@ def _more(names: list[str]) -> str:
 
 def _stack(stack: StackSpec, prefix: str) -> Shapes:
     layer = _layer(stack)
-    shapes = {
-        f"{prefix}layers.{i}.{name}": shape for i in range(stack.num_layers) for name, shape in layer.items()
-    }
+    shapes = {f"{prefix}layers.{i}.{name}": shape for i in range(stack.num_layers) for name, shape in layer.items()}
     return shapes | {f"{prefix}norm.weight": (stack.hidden_size,)}
 
 

@@ -73,9 +73,7 @@ class Config:
             raise self.error(key, "a finite number" + bound)
         return float(value)
 
-    def optional_number(
-        self, key: str, above: float | None = None, at_least: float | None = None
-    ) -> float | None:
+    def optional_number(self, key: str, above: float | None = None, at_least: float | None = None) -> float | None:
         """A finite number, or None when absent."""
         return None if self.get(key) is None else self.number(key, above, at_least)
 

@@ -115,9 +115,7 @@ def open_weights(folder: Path, rename: Callable[[str], str] | None = None) -> Sa
 def _read_index(folder: Path) -> dict[str, str]:
     """Tensor -> file name, from the index; every file must be a plain name in the folder, and exist."""
     if not (folder / INDEX).is_file():
-        other = sorted(path.name for path in folder.glob("*.bin")) + sorted(
-            path.name for path in folder.glob("*.pt*")
-        )
+        other = sorted(path.name for path in folder.glob("*.bin")) + sorted(path.name for path in folder.glob("*.pt*"))
         found = f"missing (the folder has {other[0]})" if other else "missing"
         todo = "convert the weights to safetensors" if other else "complete the folder"
         raise refuse(folder, SINGLE, found, f"{SINGLE} or {INDEX}", todo)
@@ -152,9 +150,7 @@ def _read_header(path: Path) -> dict[str, Entry]:
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].size)):
         if entry.offset != end:
             found = f"at byte {entry.offset - base}"
-            raise refuse(
-                path, f"{name}.data_offsets", found, f"byte {end - base}, without gap or overlap", _AGAIN
-            )
+            raise refuse(path, f"{name}.data_offsets", found, f"byte {end - base}, without gap or overlap", _AGAIN)
         end = entry.offset + entry.size
     if end != size:
         raise refuse(path, "the file size", f"{size} bytes", f"{end} bytes, as its header says", _AGAIN)

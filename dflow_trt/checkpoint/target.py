@@ -73,16 +73,12 @@ def _one_head(weights: SafetensorsWeights, tied: bool, where: Path) -> Safetenso
     names = set(weights.names())
     if HEAD not in names and not tied:
         todo = f"add {HEAD}, or set tie_word_embeddings to true"
-        raise refuse(
-            where / CONFIG, "tie_word_embeddings", f"False, but {HEAD} is missing", f"True, or {HEAD}", todo
-        )
+        raise refuse(where / CONFIG, "tie_word_embeddings", f"False, but {HEAD} is missing", f"True, or {HEAD}", todo)
     if not tied or HEAD not in names or EMBEDDING not in names:
         return weights
     if not same_bytes(weights, HEAD, EMBEDDING):
         found, allowed = f"True, but {HEAD} differs from {EMBEDDING}", "False, or an identical copy"
-        raise refuse(
-            where / CONFIG, "tie_word_embeddings", found, allowed, "set it to false, or remove the head"
-        )
+        raise refuse(where / CONFIG, "tie_word_embeddings", found, allowed, "set it to false, or remove the head")
     return weights.without(HEAD)
 
 
@@ -125,9 +121,7 @@ def _live_vocab(tokenizer: Path, vocab: int) -> int:
     live = max(ids, default=-1) + 1
     if not 0 < live <= vocab:
         allowed = f"an id from 0 to {vocab - 1}, as vocab_size says"
-        raise refuse(
-            tokenizer, "the highest token id", str(live - 1), allowed, "use the model's own tokenizer"
-        )
+        raise refuse(tokenizer, "the highest token id", str(live - 1), allowed, "use the model's own tokenizer")
     return live
 
 

@@ -13,7 +13,9 @@ SUPPORTED: tuple[DType, ...] = ("float32",)
 def check(build: BuildSpec) -> None:
     """UserError where ONNX Runtime's CPU provider cannot run the build (it has no bfloat16 MatMul)."""
     if build.dtype not in SUPPORTED:
-        raise UserError(f"--dtype: {build.dtype} does not run on {NAME}'s CPU provider; allowed: {', '.join(SUPPORTED)}")
+        raise UserError(
+            f"--dtype: {build.dtype} does not run on {NAME}'s CPU provider; allowed: {', '.join(SUPPORTED)}"
+        )
 
 
 def target_lowering(build: BuildSpec) -> Lowering:

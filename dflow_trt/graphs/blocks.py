@@ -167,7 +167,9 @@ def keys_values(
 ) -> tuple[ir.Value, ir.Value]:
     """Projected k, v [B,S,N*D] -> normed, rotated keys and values [B,N,S,D], ready for the cache."""
     size = (stack.num_kv_heads, stack.head_dim)
-    normed = rms_norm(g, f"{name}.k_norm", heads(g, f"{name}.k", k, *size), f"{layer}.self_attn.k_norm.weight", stack.rms_norm_eps)
+    normed = rms_norm(
+        g, f"{name}.k_norm", heads(g, f"{name}.k", k, *size), f"{layer}.self_attn.k_norm.weight", stack.rms_norm_eps
+    )
     keys = rope.rotate(g, f"{name}.k_rope", g.op(f"{name}.k_rows", "Transpose", normed, perm=[0, 2, 1, 3]))
     return keys, g.op(f"{name}.v_rows", "Transpose", heads(g, f"{name}.v", v, *size), perm=[0, 2, 1, 3])
 
@@ -195,12 +197,20 @@ class DecoderLayers:
     def _attention(self, i: int, name: str, source: str, x: ir.Value) -> ir.Value:
         g, stack = self.g, self.stack
         q, k, v = self._project(name, source, x)
-        normed = rms_norm(g, f"{name}.q_norm", heads(g, f"{name}.q", q, stack.num_heads, stack.head_dim), f"{source}.self_attn.q_norm.weight", stack.rms_norm_eps)
+        normed = rms_norm(
+            g,
+            f"{name}.q_norm",
+            heads(g, f"{name}.q", q, stack.num_heads, stack.head_dim),
+            f"{source}.self_attn.q_norm.weight",
+            stack.rms_norm_eps,
+        )
         queries = self.rope.rotate(g, f"{name}.q_rope", g.op(f"{name}.q_rows", "Transpose", normed, perm=[0, 2, 1, 3]))
         keys, values = keys_values(g, name, source, k, v, self.rope, stack)
         live = [self._live(i, name, label, rows) for label, rows in (("k", keys), ("v", values))]
         mask = self.visibility.mask(stack.causal[i], stack.windows[i])
-        mixed = g.op(f"{name}.by_row", "Transpose", attend(g, name, queries, live[0], live[1], mask, stack), perm=[0, 2, 1, 3])
+        mixed = g.op(
+            f"{name}.by_row", "Transpose", attend(g, name, queries, live[0], live[1], mask, stack), perm=[0, 2, 1, 3]
+        )
         joined = g.op(f"{name}.joined", "Reshape", mixed, g.ints(0, 0, stack.num_heads * stack.head_dim))
         bias = [f"{source}.self_attn.o_proj.bias"] if stack.attention_bias else []
         return linear(g, f"{name}.o_proj", joined, [f"{source}.self_attn.o_proj.weight"], bias)
@@ -265,7 +275,7 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Scores:
-    """What the head gives: values [M,V] in the order of the logits; logits = values * step where there is a row step."""
+    """What the head gives: values [M,V], in each row in the order of the logits; logits = values * step [M,1]."""
 
     values: ir.Value
     step: ir.Value | None
@@ -280,7 +290,7 @@ def dead_columns(live: int, columns: int) -> np.ndarray | None:
 
 
 def argmax(g: GraphBuilder, scores: ir.Value) -> ir.Value:
-    """Lowest id of the largest score: [M,V] -> [M]. Blocked, because ONNX Runtime's ArgMax over a vocabulary is slow."""
+    """Lowest id of the largest score: [M,V] -> [M]. Blocked: ONNX Runtime's ArgMax over a vocabulary is slow."""
     blocks = g.op("argmax.blocks", "Reshape", scores, g.ints(0, -1, VOCAB_BLOCK))
     peaks = g.op("argmax.peaks", "ReduceMax", blocks, g.ints(-1), keepdims=0)
     block = g.op("argmax.block", "ArgMax", peaks, axis=-1, keepdims=1)

@@ -176,5 +176,3 @@ class GraphBuilder:
 
 
 _KINDS = {"int64": "INT64", "bool": "BOOL", "float32": "FLOAT"}
-
-

@@ -13,7 +13,9 @@ from dflow_trt.contract import HIDDEN_STATE_EXTRACT, PLUGIN_DOMAIN, RELAY_INJECT
 from dflow_trt.graphs.builder import OPSET
 
 
-def _function(name: str, inputs: list[ir.Value], tape: Tape, output: ir.Value, attributes: list[ir.Attr]) -> ir.Function:
+def _function(
+    name: str, inputs: list[ir.Value], tape: Tape, output: ir.Value, attributes: list[ir.Attr]
+) -> ir.Function:
     graph = ir.Graph(inputs, [output], nodes=tape.nodes, opset_imports={"": OPSET}, name=name)
     return ir.Function(PLUGIN_DOMAIN, name, graph=graph, attributes=attributes)
 

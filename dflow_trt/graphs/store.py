@@ -74,7 +74,7 @@ class WeightFile:
     progress: Progress
 
     def __post_init__(self) -> None:
-        self._file: IO[bytes] = open(self.path, "wb")
+        self._file: IO[bytes] = self.path.open("wb")
         self._hash = hashlib.sha256()
         self._offset = 0
 
@@ -106,7 +106,7 @@ class WeightFile:
         self._write(b"\0" * (-self._offset % ALIGNMENT))
         start = self._offset
         for chunk in chunks:
-            self._write(memoryview(np.ascontiguousarray(chunk, dtype).reshape(-1).view(np.uint8)))
+            self._write(np.ascontiguousarray(chunk, dtype).reshape(-1).view(np.uint8).data)
         return external(self.path, name, start, self._offset - start, shape, dtype)
 
 
@@ -115,6 +115,4 @@ def external(
 ) -> ir.ExternalTensor:
     """A tensor that lies in a data file beside its graph."""
     kind = ir.DataType.from_numpy(dtype)
-    return ir.ExternalTensor(
-        path.name, offset, length, kind, shape=ir.Shape(shape), name=name, base_dir=path.parent
-    )
+    return ir.ExternalTensor(path.name, offset, length, kind, shape=ir.Shape(shape), name=name, base_dir=path.parent)

@@ -26,5 +26,5 @@ def positions(first_B: Ids, rows: int) -> Ids:
 
 
 def draft_length(num_drafts: int, remaining: int, limit: int | None) -> int:
-    """k_r, the drafts worth verifying: a round emits up to k_r + 1 tokens, of which ``remaining`` may still be emitted."""
+    """k_r, the drafts worth verifying: a round emits up to k_r + 1 tokens, and ``remaining`` may still be emitted."""
     return max(0, min(num_drafts, remaining - 1, num_drafts if limit is None else limit))

@@ -1,7 +1,7 @@
 """The relay: which verified rows serve which slots of the next block (DFlow, arXiv 2609.06498).
 
-The target predicts the next token, a mask slot its own: so slot j of the new block (position A' + j) receives the state of
-position A' + j - 1, which is row a + j of the last verify pass. It exists while a + j <= k_r.
+The target predicts the next token, a mask slot its own: so slot j of the new block (position A' + j) receives the state
+of position A' + j - 1, which is row a + j of the last verify pass. It exists while a + j <= k_r.
 """
 
 from __future__ import annotations

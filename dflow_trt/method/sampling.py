@@ -56,9 +56,7 @@ class _Range:
     none: bool = False
 
     def accepts(self, value: Any) -> bool:
-        value = (
-            value.item() if isinstance(value, np.generic) else value
-        )  # np.float32 cannot hold the default ``high``
+        value = value.item() if isinstance(value, np.generic) else value  # np.float32 cannot hold the default ``high``
         number = isinstance(value, Integral if self.kind is int else Real) and not isinstance(value, bool)
         return number and self.low <= value <= self.high and not (self.above and value == self.low)
 
@@ -89,21 +87,22 @@ _BIAS = _Range(float, float(np.finfo(np.float32).min), float(np.finfo(np.float32
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """What a request asks of sampling; the names are those of TensorRT-LLM and vLLM. Raises UserError on any bad value.
+    """What a request asks of sampling, by the names of TensorRT-LLM and vLLM. Raises UserError on any bad value.
 
-    max_tokens: the most tokens to emit. min_tokens: no stop token (eos included) before that many were emitted.
+    max_tokens: the most tokens to emit. min_tokens: nothing but max_tokens ends the output (eos, stop token or string)
+        before that many were emitted.
     temperature: 0 is greedy, and the default: speculation accepts most there, and a run repeats itself without a seed.
         (vLLM's default is 1.0.) Small values are taken as they are, not raised to a floor.
     top_k: 0 or -1 is off. top_p: 1 is off. min_p: relative to the most probable token, 0 is off.
-    seed: of the random draws, 0 to 2**64 - 1; None has one drawn for the request. n: samples of one prompt; sample i draws
-        from its own stream of the same seed.
+    seed: of the random draws, 0 to 2**64 - 1; None has one drawn for the request.
+    n: samples of one prompt; sample i draws from its own stream of the same seed.
     stop: a string or several; output ends before the first one. stop_token_ids: ids that end the output as eos does.
     ignore_eos: go on after eos.
     repetition_penalty: divides positive and multiplies negative logits of every token in prompt or output.
-    presence_penalty, frequency_penalty: subtracted from the logits of tokens in the output, once, or once per occurrence.
+    presence_penalty, frequency_penalty: subtracted from the logits of tokens in the output, once or per occurrence.
     logit_bias: token id -> number added to its logit; -inf bans the id. JSON's string keys are taken for ids.
-    bad_words: texts or token id sequences that the output must not contain. bad_words_ids: the same as id sequences; texts
-        become ids by ``Tokenizer.bad_words_ids`` of dflow_trt.text. Only the output is searched, not the prompt.
+    bad_words: texts or token id sequences that the output must not contain; the prompt is not searched.
+    bad_words_ids: the same as id sequences; ``Tokenizer.bad_words_ids`` of dflow_trt.text makes them from texts.
     logprobs: None is off; otherwise each token comes with its log-probability and that of so many top alternatives.
     """
 
@@ -133,7 +132,7 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> Self:
-        """Params from plain (JSON) data, where null means "not given". Raises UserError on unknown names and bad values."""
+        """Params from JSON data, where null means "not given". Raises UserError on unknown names and bad values."""
         if not isinstance(options, Mapping):
             raise UserError(f"sampling params are {_show(options)}; allowed: a mapping of names to values")
         return cls(**{str(name): value for name, value in options.items() if value is not None})
@@ -144,9 +143,7 @@ class SamplingParams:
         if not isinstance(self.ignore_eos, bool):
             raise UserError(f"ignore_eos is {_show(self.ignore_eos)}; allowed: True or False")
         if self.min_tokens > self.max_tokens:
-            raise UserError(
-                f"min_tokens is {self.min_tokens}; allowed: at most max_tokens, {self.max_tokens}"
-            )
+            raise UserError(f"min_tokens is {self.min_tokens}; allowed: at most max_tokens, {self.max_tokens}")
         self._set("stop", _texts("stop", self.stop))
         self._set("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
         self._set("logit_bias", _bias(self.logit_bias))
@@ -260,7 +257,7 @@ class Pick(NamedTuple):
     """A chosen token. ``logprob`` and ``top_logprobs`` are None unless asked for.
 
     Log-probabilities are the log-softmax of the target's raw logits over the live vocabulary, before any processor,
-    temperature or filter (vLLM's ``raw_logprobs``). top_logprobs: (id, logprob), most probable first, lowest id on ties.
+    temperature or filter (vLLM's ``raw_logprobs``). top_logprobs: (id, logprob), most probable first, then lowest id.
     """
 
     token: int
@@ -311,8 +308,8 @@ class Sampler:
 
     Raises UserError when logit_bias or a bad word names an id that does not exist.
 
-    ``pick`` reads the state and ``commit`` changes it: calling them in turn, one token at a time, gives each row exactly
-    the tokens before it, however many rows a verify pass scored at once. So a speculative run equals a plain one.
+    ``pick`` reads the state and ``commit`` changes it: calling them in turn, one token at a time, gives each row
+    exactly the tokens before it, however many rows a verify pass scored. So a speculative run equals a plain one.
     """
 
     def __init__(
@@ -384,8 +381,8 @@ class Sampler:
     def pick(self, logits_V: Array, position: int) -> Pick:
         """The token at absolute ``position``, given everything committed so far; changes no state.
 
-        logits_V: float32, at least live_vocab long, only read. Raises UserError, which concerns this request alone, when
-        no token is left to choose or when the logits hold NaN or +inf.
+        logits_V: float32, at least live_vocab long, only read. Raises UserError, which concerns this request alone,
+        when no token is left to choose or when the logits hold NaN or +inf.
         """
         raw_V = logits_V[: self._live_vocab]
         scores_V = self._processed(raw_V) if self._processes else raw_V
@@ -446,9 +443,7 @@ class Sampler:
             token = int(indices[token])
         return token
 
-    def _logprobs(
-        self, raw_V: Array, token: int
-    ) -> tuple[float | None, tuple[tuple[int, float], ...] | None]:
+    def _logprobs(self, raw_V: Array, token: int) -> tuple[float | None, tuple[tuple[int, float], ...] | None]:
         count = self._params.logprobs
         if count is None:
             return None, None
@@ -481,15 +476,13 @@ def _check_peak(peak: float, position: int) -> None:
 def _weights(scores: Array, peak: np.float32, temperature: float, out: Array) -> Array:
     """exp((scores - peak) / temperature) in float64: the softmax without its denominator, 1 at the peak."""
     np.subtract(scores, np.float64(peak), out=out)
-    with np.errstate(
-        over="ignore", under="ignore"
-    ):  # a tiny temperature: -inf, hence weight 0, is the right limit
+    with np.errstate(over="ignore", under="ignore"):  # a tiny temperature: -inf, hence weight 0, is the right limit
         np.divide(out, temperature, out=out)
         return np.exp(out, out=out)
 
 
 def _top(scores: Array, count: int, cutoff: np.float32) -> Array:
-    """Indices, ascending, of the ``count`` largest scores; ``cutoff`` is the smallest of these, its ties kept from the left."""
+    """Indices, ascending, of the ``count`` largest scores; ``cutoff`` is the smallest of them, lowest ids first."""
     keep = scores > cutoff
     ties = np.flatnonzero(scores == cutoff)
     keep[ties[: count - np.count_nonzero(keep)]] = True

@@ -19,9 +19,7 @@ class Accepted:
     finish_reason: str | None
 
 
-def accept(
-    drafts: Sequence[int], choose: Callable[[int], int], finished: Callable[[int], str | None]
-) -> Accepted:
+def accept(drafts: Sequence[int], choose: Callable[[int], int], finished: Callable[[int], str | None]) -> Accepted:
     """Walk the rows of one request's verify pass.
 
     choose(i): the target's own token at row i, given that rows before it were emitted. finished(token): why the request

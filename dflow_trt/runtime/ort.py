@@ -18,6 +18,7 @@ import onnxruntime as ort
 from dflow_trt import contract as c
 from dflow_trt.bundle import Bundle
 from dflow_trt.runtime.base import Array
+from dflow_trt.spec import DrafterSpec
 
 NUMPY_KINDS: dict[str, Any] = {"int64": np.int64, "bool": np.bool_, "float32": np.float32, "engine": np.float32}
 MAX_BINDINGS = 256  # an IoBinding of a deep model holds a few hundred entries
@@ -38,19 +39,23 @@ class _Binding:
 class OrtRuntime:
     """:class:`~dflow_trt.runtime.base.Runtime` on ONNX Runtime's CPU provider. Not thread-safe."""
 
-    def __init__(self, bundle: Bundle, threads: int | None = None, slots: int | None = None) -> None:
+    def __init__(
+        self,
+        bundle: Bundle,
+        threads: int | None = None,
+        slots: int | None = None,
+        engines: Sequence[str] = (c.TARGET, *c.DRAFT_ENGINES),
+    ) -> None:
         self.slots = slots or bundle.build.max_batch_size
-        self._contracts = {(contract.engine, name): contract for name, contract in bundle.contracts()}
+        wanted = (item for item in bundle.contracts() if item[1].engine in engines)
+        self._contracts = {(contract.engine, name): contract for name, contract in wanted}
         options = _session_options(threads or usable_cores())
         self._sessions = {key: _session(bundle, key, options) for key in self._contracts}
         self._bindings: OrderedDict[Shapes, _Binding] = OrderedDict()
         self._scratch: dict[str, Array] = {}
         self._h: dict[str, Array] = {}
         self.caches = {key: self._cache(contract) for key, contract in self._contracts.items()}
-        self.pending = {
-            name: np.zeros((self.slots, spec.block_size, spec.stack.hidden_size), np.float32)
-            for name, spec in ((name, entry.spec) for name, entry in bundle.drafters.items())
-        }
+        self.pending = {spec.name: _pending(self.slots, spec) for spec in bundle.specs}
         self._share_drafter_caches()
 
     def _cache(self, contract: c.EngineContract) -> list[Array]:
@@ -62,7 +67,7 @@ class OrtRuntime:
 
     def _share_drafter_caches(self) -> None:
         """Context and drafter engine work on one cache."""
-        for name in self.pending:
+        for name in (name for engine, name in self._contracts if engine == c.CONTEXT):
             self.caches[c.CONTEXT, name] = self.caches[c.DRAFTER, name]
 
     def run(
@@ -150,6 +155,11 @@ class OrtRuntime:
     def _forget_bindings(self) -> None:
         """A buffer has moved: bindings to the old one would no longer meet those to the new one."""
         self._bindings.clear()
+
+
+def _pending(slots: int, drafter: DrafterSpec) -> Array:
+    """The h rows that wait for the next relay, [slots,J,E]."""
+    return np.zeros((slots, drafter.block_size, drafter.stack.hidden_size), np.float32)
 
 
 def usable_cores() -> int:

@@ -12,9 +12,7 @@ from dflow_trt.checkpoint.config import Config, read_rope
 from dflow_trt.rope import inv_frequencies, rope_tables
 
 torch = pytest.importorskip("torch", reason="the reference is torch code")
-transformers = pytest.importorskip(
-    "transformers", reason="the reference is transformers' Qwen3RotaryEmbedding"
-)
+transformers = pytest.importorskip("transformers", reason="the reference is transformers' Qwen3RotaryEmbedding")
 
 LENGTH = 2048
 ROWS = 5000
@@ -53,9 +51,7 @@ def _keys(parameters: dict[str, Any], head_dim: int, theta: float, layout: int) 
 @pytest.mark.parametrize("layout", [4, 5])
 @pytest.mark.parametrize(("head_dim", "theta"), SIZES)
 @pytest.mark.parametrize("parameters", CASES.values(), ids=CASES.keys())
-def test_tables_equal_transformers(
-    parameters: dict[str, Any], head_dim: int, theta: float, layout: int
-) -> None:
+def test_tables_equal_transformers(parameters: dict[str, Any], head_dim: int, theta: float, layout: int) -> None:
     keys = _keys(parameters, head_dim, theta, layout)
     cos, sin = rope_tables(read_rope(Config(keys, Path("config.json")), head_dim), head_dim, ROWS)
     reference = _reference(parameters, head_dim, theta, layout)
@@ -82,9 +78,7 @@ def test_far_positions_use_the_float32_angle_of_transformers() -> None:
     rope = read_rope(Config(_keys({"rope_type": "default"}, 32, 10000.0, 5), Path("config.json")), 32)
     position = 130_001
     cos, _ = rope_tables(rope, 32, position + 1)
-    theirs, _ = _reference({"rope_type": "default"}, 32, 10000.0, 5)(
-        torch.zeros(1), torch.tensor([[position]])
-    )
+    theirs, _ = _reference({"rope_type": "default"}, 32, 10000.0, 5)(torch.zeros(1), torch.tensor([[position]]))
     exact = np.cos(position * 10000.0 ** (-np.arange(16) / 16))
     assert np.abs(theirs[0, 0, :16].numpy() - exact).max() > 1e-4
     np.testing.assert_allclose(cos[position], theirs[0, 0, :16].numpy(), rtol=0, atol=1e-5)

@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save, save_file
+from tiny import make_target
 
 from dflow_trt.checkpoint.safetensors import open_weights, same_bytes
 from dflow_trt.errors import UserError
-from tests.tiny import make_target
 
 TENSORS: dict[str, Any] = {
     "a": np.arange(12, dtype=np.float32).reshape(4, 3),
@@ -68,9 +68,7 @@ def test_equal_bytes_are_found_in_blocks(tmp_path: Path) -> None:
     other = table.copy()
     other[9, 1] = 0
     nan = np.full_like(table, np.nan)
-    save_file(
-        {"x": table, "y": table.copy(), "z": other, "n": nan, "m": nan.copy()}, tmp_path / "model.safetensors"
-    )
+    save_file({"x": table, "y": table.copy(), "z": other, "n": nan, "m": nan.copy()}, tmp_path / "model.safetensors")
     weights = open_weights(tmp_path)
     assert same_bytes(weights, "x", "y", block_rows=3)
     assert same_bytes(weights, "n", "m", block_rows=3)
@@ -149,13 +147,9 @@ def test_a_file_that_shrinks_after_opening_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
-    _refused(
-        tmp_path, "model.safetensors is missing; allowed: model.safetensors or model.safetensors.index.json"
-    )
+    _refused(tmp_path, "model.safetensors is missing; allowed: model.safetensors or model.safetensors.index.json")
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
-    _refused(
-        tmp_path, "model.safetensors is missing (the folder has pytorch_model.bin)", "convert the weights"
-    )
+    _refused(tmp_path, "model.safetensors is missing (the folder has pytorch_model.bin)", "convert the weights")
 
 
 SHARD = "model-00002-of-00002.safetensors"
@@ -251,7 +245,7 @@ def test_damage_gives_a_user_error_or_what_the_safetensors_library_reads(
         _one_line(str(refusal))
         return
     try:
-        theirs = {name: bytes(entry["data"]) for name, entry in deserialize(bytes(data))}
+        theirs = {name: bytes(entry["data"]) for name, entry in deserialize(bytes(data))}  # type: ignore[no-untyped-call]
     except SafetensorError as error:
         pytest.fail(f"read what the library refuses: {error}")
     assert {name: value.tobytes() for name, value in ours.items()} == theirs

@@ -1,4 +1,4 @@
-"""Sampling against a naive reference, its distribution, its refusals, and its independence of how tokens were batched."""
+"""Sampling against a naive reference: tokens, distribution, refusals, and independence of how tokens were batched."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ LIVE = 24
 PADDED = 32
 
 
-def make(
-    vocab: int = LIVE, prompt: tuple[int, ...] = (), stops: tuple[int, ...] = (), **options: Any
-) -> Sampler:
+def make(vocab: int = LIVE, prompt: tuple[int, ...] = (), stops: tuple[int, ...] = (), **options: Any) -> Sampler:
     seed, index = options.pop("use_seed", 0), options.pop("sample_index", 0)
     return Sampler(SamplingParams(**options), prompt, vocab, stops, seed, index)
 
@@ -40,7 +38,7 @@ def pick(logits: Any, position: int = 0, **options: Any) -> int:
     return make(len(row), **options).pick(row, position).token
 
 
-# -- the reference: float64, full sorts, one step after the other ------------------------------------------------------
+# -- the reference: float64, full sorts, one step after the other --
 
 
 def reference_scores(
@@ -173,7 +171,7 @@ def reference_kept_sorted(row: Array, top_p: float) -> Array:
     return weights
 
 
-# -- the distribution and the random draws -------------------------------------------------------------------------------
+# -- the distribution and the random draws --
 
 
 @pytest.mark.parametrize(
@@ -208,6 +206,7 @@ def test_the_uniform_depends_on_seed_sample_and_position_and_on_nothing_else() -
         return uniform(np.array([seed, sample], np.uint64), position)
 
     assert draw(5, 0, 9) == draw(5, 0, 9)
+    assert draw(5, 1, 9) == 0.40580547998306415  # pinned: a seed keeps its text from release to release
     values = {draw(s, i, p) for s in (0, 5, 2**64 - 1) for i in (0, 1, 2) for p in range(50)}
     assert len(values) == 3 * 3 * 50
     assert all(0 <= value < 1 for value in values)
@@ -216,8 +215,8 @@ def test_the_uniform_depends_on_seed_sample_and_position_and_on_nothing_else() -
 @pytest.mark.parametrize("vary", ["use_seed", "sample_index"])
 def test_streams_of_two_seeds_and_of_two_samples_are_uncorrelated(vary: str) -> None:
     row = np.zeros(8, np.float32)
-    options: dict[str, Any] = {"temperature": 1.0}
-    first, second = make(8, **options), make(8, **options, **{vary: 1})
+    changed: dict[str, Any] = {vary: 1}
+    first, second = make(8, temperature=1.0), make(8, temperature=1.0, **changed)
     same = sum(first.pick(row, p).token == second.pick(row, p).token for p in range(4000))
     assert 400 < same < 600  # 500 expected, standard deviation 21
 
@@ -235,7 +234,7 @@ def test_fresh_seeds_are_63_bit_and_differ() -> None:
     assert all(SamplingParams(seed=seed).seed == seed < 2**63 for seed in seeds)
 
 
-# -- exact under speculation -----------------------------------------------------------------------------------------------
+# -- exact under speculation --
 
 
 @settings(max_examples=100, deadline=None)
@@ -244,9 +243,7 @@ def test_fresh_seeds_are_63_bit_and_differ() -> None:
     drafts=st.lists(st.lists(TOKENS, max_size=5), min_size=1, max_size=12),
     seed=st.integers(0, 1000),
 )
-def test_the_text_is_the_same_whatever_was_drafted(
-    params: SamplingParams, drafts: list[list[int]], seed: int
-) -> None:
+def test_the_text_is_the_same_whatever_was_drafted(params: SamplingParams, drafts: list[list[int]], seed: int) -> None:
     """Sample-and-match in blocks of any partition, right and wrong drafts alike, against one token at a time."""
 
     def row(prefix: list[int]) -> Array:
@@ -263,9 +260,7 @@ def test_the_text_is_the_same_whatever_was_drafted(
         return
     output: list[int] = []
     for draft in drafts:
-        block = (
-            expected[len(output) : len(output) + len(draft) // 2] + draft
-        )  # a right head, then mostly wrong
+        block = expected[len(output) : len(output) + len(draft) // 2] + draft  # a right head, then mostly wrong
         for drafted in [*block, None]:
             if len(output) == len(expected):
                 break
@@ -279,9 +274,7 @@ def test_the_text_is_the_same_whatever_was_drafted(
 
 def test_pick_changes_neither_the_logits_nor_the_state() -> None:
     row = np.arange(LIVE, dtype=np.float32)
-    sampler = make(
-        repetition_penalty=2.0, logit_bias={3: 50.0}, bad_words_ids=[[23]], temperature=0.5, top_p=0.9
-    )
+    sampler = make(repetition_penalty=2.0, logit_bias={3: 50.0}, bad_words_ids=[[23]], temperature=0.5, top_p=0.9)
     picks = {sampler.pick(row, 4) for _ in range(3)}
     assert len(picks) == 1
     assert np.array_equal(row, np.arange(LIVE, dtype=np.float32))
@@ -295,20 +288,20 @@ def test_samplers_that_share_a_workspace_do_not_see_each_other() -> None:
     assert [s.pick(row, 0).token for s in (biased, other, biased)] == [3, 4, 3]
 
 
-# -- single behaviours ---------------------------------------------------------------------------------------------------
+# -- single behaviours --
 
 
 @settings(max_examples=100, deadline=None)
 @given(params=params_sets(), row=ROWS, seed=st.integers(0, 99))
-def test_padding_is_never_picked_however_large_its_logits(
-    params: SamplingParams, row: list[float], seed: int
-) -> None:
-    padded = np.array(row + [1e30, math.inf, math.nan, 0.0, 99.0, 1e9, 5.0, 1.0], np.float32)
+def test_padding_is_never_picked_however_large_its_logits(params: SamplingParams, row: list[float], seed: int) -> None:
+    padded = np.array([*row, 1e30, math.inf, math.nan, 0.0, 99.0, 1e9, 5.0, 1.0], np.float32)
     assert len(padded) == PADDED
-    try:
-        assert Sampler(params, (), LIVE, (PADDED - 1,), seed, 0).pick(padded, 0).token < LIVE
-    except UserError as error:
-        assert "ban every token" in str(error)
+    sampler = Sampler(params, (), LIVE, (PADDED - 1,), seed, 0)
+    if reference_scores(padded[:LIVE], params, [], [], set()).max() == -np.inf:
+        with pytest.raises(UserError, match="ban every token"):
+            sampler.pick(padded, 0)
+    else:
+        assert sampler.pick(padded, 0).token < LIVE
 
 
 def test_greedy_takes_the_lowest_id_among_equals() -> None:
@@ -364,7 +357,7 @@ def test_broken_logits_are_refused(value: float, temperature: float) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_banning_everything_is_refused_at_the_pick(temperature: float) -> None:
     sampler = make(3, logit_bias={0: -math.inf}, bad_words_ids=[[1], [2]], temperature=temperature)
-    with pytest.raises(UserError, match="position 8: .* ban every token"):
+    with pytest.raises(UserError, match=r"position 8: .* ban every token"):
         sampler.pick(np.zeros(3, np.float32), 8)
 
 
@@ -464,7 +457,7 @@ def test_bad_words_as_text_are_refused_until_they_are_ids() -> None:
     assert params.banned_sequences == ((4,), (7, 8))
 
 
-# -- the params ----------------------------------------------------------------------------------------------------------
+# -- the params --
 
 REFUSALS: list[tuple[str, list[Any]]] = [
     ("max_tokens", [0, -1, 1.0, True, "5", None, math.nan]),
@@ -492,9 +485,7 @@ REFUSALS: list[tuple[str, list[Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in REFUSALS for value in values])
-def test_a_bad_value_is_refused_in_one_line_with_field_value_and_what_is_allowed(
-    name: str, value: Any
-) -> None:
+def test_a_bad_value_is_refused_in_one_line_with_field_value_and_what_is_allowed(name: str, value: Any) -> None:
     with pytest.raises(UserError) as caught:
         SamplingParams(**{name: value})
     message = str(caught.value)
@@ -523,9 +514,7 @@ def test_an_unknown_option_is_refused_by_name() -> None:
 
 
 def test_json_null_means_not_given_and_json_keys_are_ids() -> None:
-    params = SamplingParams.from_dict(
-        {"top_p": None, "stop": "END", "logit_bias": {"7": -100}, "max_tokens": 3}
-    )
+    params = SamplingParams.from_dict({"top_p": None, "stop": "END", "logit_bias": {"7": -100}, "max_tokens": 3})
     assert params == SamplingParams(stop=["END"], logit_bias={7: -100.0}, max_tokens=3)
     assert params.stop == ("END",)
 
@@ -537,6 +526,7 @@ def test_numpy_numbers_become_plain_ones() -> None:
         "temperature": np.float32(0.5),
         "stop_token_ids": np.array([3]),
     }
-    params = SamplingParams(**options, logit_bias={np.int32(5): np.float32(2)})
+    options["logit_bias"] = {np.int32(5): np.float32(2)}
+    params = SamplingParams(**options)
     assert params.logit_bias == {5: 2.0}
     assert (type(params.max_tokens), type(params.temperature), params.stop_token_ids) == (int, float, (3,))

@@ -1,0 +1,341 @@
+"""The Python API: ``LLM(bundle).generate(prompts, SamplingParams(...))``, with the names of TensorRT-LLM and vLLM."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from dflow_trt.bundle import Bundle, open_bundle
+from dflow_trt.decode import Decoder
+from dflow_trt.errors import UserError
+from dflow_trt.method.sampling import Pick, SamplingParams, fresh_seed
+from dflow_trt.request import Emission, Request, RequestStats, RoundResult
+from dflow_trt.runtime.base import Runtime
+from dflow_trt.runtime.ort import OrtRuntime
+from dflow_trt.text import TextStream, Tokenizer
+
+Prompt = str | Mapping[str, Any]
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One sample of one prompt.
+
+    finish_reason: "stop" (eos, a stop id or a stop string), "length", "cancelled" or "error" (then ``error`` says why).
+    logprobs: one entry a token where asked for. seed: the one that was used, given or drawn.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    stats: RequestStats
+    seed: int
+    logprobs: tuple[Pick, ...] | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """All samples of one prompt; the properties are those of the first."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    strategy: str
+    outputs: tuple[CompletionOutput, ...]
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        return self.outputs[0].finish_reason
+
+    @property
+    def logprobs(self) -> tuple[Pick, ...] | None:
+        return self.outputs[0].logprobs
+
+    @property
+    def stats(self) -> RequestStats:
+        return self.outputs[0].stats
+
+
+@dataclass(frozen=True)
+class StreamOutput:
+    """What one round added to one sample: num_accepted of its tokens were drafts.
+
+    finish_reason is None until the last.
+    """
+
+    prompt_index: int
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    num_accepted: int
+    finish_reason: str | None
+    stats: RequestStats
+    logprobs: tuple[Pick, ...] | None = None
+    error: str | None = None
+
+
+@dataclass
+class _Sample:
+    """One sequence while it is generated."""
+
+    prompt_index: int
+    prompt: str | None
+    request: Request
+    text: TextStream | None
+    picks: list[Pick] = field(default_factory=list)
+    parts: list[str] = field(default_factory=list)
+    last: Emission | None = None
+
+    def take(self, emission: Emission) -> StreamOutput:
+        """Record one emission, and say what it added."""
+        self.picks += emission.picks
+        self.last = emission
+        delta = ""
+        if self.text is not None:
+            delta = self.text.finish() if emission.finish_reason else self.text.take()
+        self.parts.append(delta)
+        return StreamOutput(
+            self.prompt_index,
+            self.request.sample_index,
+            delta,
+            emission.tokens,
+            emission.num_accepted,
+            emission.finish_reason,
+            dataclasses.replace(emission.stats),
+            self._logprobs(emission.picks),
+            emission.error,
+        )
+
+    def _logprobs(self, picks: Sequence[Pick]) -> tuple[Pick, ...] | None:
+        return None if self.request.params.logprobs is None else tuple(picks)
+
+    def output(self) -> CompletionOutput:
+        assert self.last is not None
+        assert self.last.finish_reason is not None
+        return CompletionOutput(
+            index=self.request.sample_index,
+            text="".join(self.parts),
+            token_ids=tuple(pick.token for pick in self.picks),
+            finish_reason=self.last.finish_reason,
+            stats=self.last.stats,
+            seed=self.request.seed,
+            logprobs=self._logprobs(self.picks),
+            error=self.last.error,
+        )
+
+
+class LLM:
+    """A bundle, ready to generate.
+
+    threads: of the CPU runtime, by default the cores of this process. max_batch_size: requests in flight, at most (and
+    by default) what the bundle was built for. verify: check every file's hash on open.
+    Calls from several threads take turns. Use it as a context manager, or :meth:`close` it.
+    """
+
+    def __init__(
+        self,
+        bundle: str | Path | Bundle,
+        *,
+        threads: int | None = None,
+        max_batch_size: int | None = None,
+        max_queue: int = 1024,
+        verify: bool = True,
+        runtime: Runtime | None = None,
+    ) -> None:
+        self.bundle = bundle if isinstance(bundle, Bundle) else open_bundle(bundle, verify)
+        folder = self.bundle.tokenizer_path
+        self.tokenizer = Tokenizer.from_folder(folder) if folder else None
+        slots = self._num_slots(max_batch_size)
+        self._runtime = runtime or OrtRuntime(self.bundle, threads, slots)
+        self._max_queue = max_queue
+        self._decoder = Decoder(self.bundle, self._runtime, max_queue, slots)
+        self._lock = threading.Lock()
+        self._ids = itertools.count()
+        self.last_rounds: list[RoundResult] = []
+
+    def _num_slots(self, wanted: int | None) -> int:
+        limit = self.bundle.build.max_batch_size
+        if wanted is not None and not 1 <= wanted <= limit:
+            raise UserError(f"max_batch_size: {wanted}; allowed: 1 to {limit}, what the bundle was built for")
+        return wanted or limit
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the engines."""
+        self._runtime.close()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        strategy: str | None = None,
+        draft_tokens: int | None = None,
+    ) -> list[RequestOutput]:
+        """Generate for every prompt, batched in flight; results in the order of the prompts.
+
+        A prompt is a text, ``{"prompt": text}``, ``{"prompt_token_ids": ids}`` or ``{"messages": [...]}`` (a chat).
+        strategy: one that the bundle offers, by default its best. draft_tokens: most drafts verified in a round.
+        Raises UserError, before any work, when a prompt or an option is not acceptable.
+        """
+        samples = self._samples(prompts, sampling_params, strategy, draft_tokens)
+        for _ in self._run(samples):
+            pass
+        grouped = itertools.groupby(samples, key=lambda sample: sample.prompt_index)
+        return [self._request_output(list(group)) for _, group in grouped]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: Params = None,
+        *,
+        strategy: str | None = None,
+        draft_tokens: int | None = None,
+    ) -> list[RequestOutput]:
+        """:meth:`generate` for one conversation, formatted by the model's chat template."""
+        return self.generate([{"messages": messages}], sampling_params, strategy=strategy, draft_tokens=draft_tokens)
+
+    def generate_stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        strategy: str | None = None,
+        draft_tokens: int | None = None,
+    ) -> Iterator[StreamOutput]:
+        """As :meth:`generate`, a piece a round as it comes. Leaving the iterator early cancels what is unfinished."""
+        return self._run(self._samples(prompts, sampling_params, strategy, draft_tokens))
+
+    def _request_output(self, samples: Sequence[_Sample]) -> RequestOutput:
+        first = samples[0]
+        return RequestOutput(
+            request_id=first.request.id,
+            prompt=first.prompt,
+            prompt_token_ids=tuple(first.request.prompt_ids),
+            strategy=first.request.strategy.name,
+            outputs=tuple(sample.output() for sample in samples),
+        )
+
+    def _run(self, samples: Sequence[_Sample]) -> Iterator[StreamOutput]:
+        with self._lock:
+            waiting, by_id = deque(samples), {sample.request.id: sample for sample in samples}
+            self.last_rounds = []
+            try:
+                while waiting or not self._decoder.idle:
+                    while waiting and self._decoder.num_queued < self._max_queue:
+                        self._decoder.submit(waiting.popleft().request)
+                    result = self._decoder.step()
+                    self.last_rounds.append(result)
+                    for emission in result.emissions:
+                        yield by_id[emission.request_id].take(emission)
+            finally:
+                self._abandon(by_id)
+
+    def _abandon(self, ids: Mapping[str, Any]) -> None:
+        """Free the slots of what a caller did not wait for."""
+        if not self._decoder.idle:
+            for request_id in ids:
+                self._decoder.cancel(request_id)
+            self._decoder.step()
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def _samples(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params,
+        strategy: str | None,
+        draft_tokens: int | None,
+    ) -> list[_Sample]:
+        """n samples a prompt, every one of them checked."""
+        listed: list[Prompt] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        params = self._params(sampling_params, len(listed))
+        chosen = self.bundle.strategy(strategy)
+        samples = []
+        for i, (prompt, each) in enumerate(zip(listed, params, strict=True)):
+            text, ids = self._prompt_ids(prompt, i)
+            each = self._with_word_ids(each)
+            seed = fresh_seed() if each.seed is None else each.seed
+            number = next(self._ids)
+            for k in range(each.n):
+                stream = self._text_stream(each)
+                stop = stream.push if stream is not None else None
+                request = Request(f"{number}-{k}", ids, each, chosen, seed, k, draft_tokens, stop)
+                self._decoder.check(request)
+                samples.append(_Sample(i, text, request, stream))
+        return samples
+
+    def _params(self, given: Params, count: int) -> list[SamplingParams]:
+        if given is None or isinstance(given, SamplingParams):
+            return [given or SamplingParams()] * count
+        if len(given) != count:
+            raise UserError(f"sampling_params: {len(given)} given for {count} prompts; give one, or one a prompt")
+        return list(given)
+
+    def _prompt_ids(self, prompt: Prompt, index: int) -> tuple[str | None, list[int]]:
+        kind, value = _prompt_kind(prompt, index)
+        if kind == "prompt_token_ids":
+            return None, list(value)
+        if self.tokenizer is None:
+            raise UserError(f"prompt {index}: this bundle has no tokenizer; give prompt_token_ids instead of {kind}")
+        if kind == "messages":
+            return None, self.tokenizer.encode_chat(value)
+        return value, self.tokenizer.encode(value)
+
+    def _with_word_ids(self, params: SamplingParams) -> SamplingParams:
+        """bad_words as token ids, for the sampler; what needs a tokenizer is refused without one."""
+        for name in ("stop", "bad_words"):
+            texts = [word for word in _listed(getattr(params, name)) if isinstance(word, str)]
+            if texts and self.tokenizer is None:
+                raise UserError(f"{name}: this bundle has no tokenizer, texts cannot be matched; use token ids")
+        if not params.bad_words or self.tokenizer is None:
+            return params
+        ids = self.tokenizer.bad_words_ids(params.bad_words)
+        return dataclasses.replace(params, bad_words=(), bad_words_ids=(*params.bad_words_ids, *ids))
+
+    def _text_stream(self, params: SamplingParams) -> TextStream | None:
+        if self.tokenizer is None:
+            return None
+        return TextStream(self.tokenizer, _listed(params.stop), min_tokens=params.min_tokens)
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return [value] if isinstance(value, str) else value
+
+
+def _prompt_kind(prompt: Prompt, index: int) -> tuple[str, Any]:
+    """What a prompt is given as, and the value."""
+    if isinstance(prompt, str):
+        return "prompt", prompt
+    kinds = ("prompt", "prompt_token_ids", "messages")
+    if isinstance(prompt, Mapping):
+        given = [kind for kind in kinds if kind in prompt]
+        if len(given) == 1 and (given[0] != "prompt" or isinstance(prompt["prompt"], str)):
+            return given[0], prompt[given[0]]
+    found = sorted(prompt) if isinstance(prompt, Mapping) else type(prompt).__name__
+    raise UserError(f"prompt {index}: {found}; allowed: a text, or a dict with one of {', '.join(kinds)}")

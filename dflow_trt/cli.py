@@ -1,0 +1,337 @@
+"""``dflow-trt``: the command line. Every command imports what it needs when it runs, so that help is quick."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dflow_trt import __version__
+from dflow_trt.errors import UserError
+from dflow_trt.spec import AUTOREGRESSIVE, DTYPES, WEIGHT_FORMS
+
+if TYPE_CHECKING:
+    from dflow_trt.api import LLM, Prompt
+    from dflow_trt.console import StrategyRun
+    from dflow_trt.method.sampling import SamplingParams
+
+FOLDER = click.Path(path_type=Path, file_okay=False)
+
+
+def _size_option(name: str, help_text: str, default: int | None = None) -> Callable[[Any], Any]:
+    """An integer flag, spelled with dashes and, as trtllm-build does, with underscores."""
+    return click.option(f"--{name}", f"--{name.replace('-', '_')}", type=int, default=default, help=help_text)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="dflow-trt")
+def cli() -> None:
+    """DFlow block-diffusion speculative decoding: build a bundle, generate from it, look inside."""
+
+
+@cli.command()
+@click.option("--target", type=FOLDER, required=True, help="Folder of the target model (Qwen3, safetensors).")
+@click.option(
+    "--drafter", "drafters", multiple=True, metavar="[NAME=]DIR", help="A DFlash or DFlow drafter; repeatable."
+)
+@click.option("--output", type=FOLDER, required=True, help="Folder of the bundle.")
+@click.option("--backend", default="onnxruntime", show_default=True, help="Where the engines run.")
+@click.option("--dtype", type=click.Choice(DTYPES), default="float32", show_default=True)
+@_size_option("max-batch-size", "Requests in flight. [default: 8]", 8)
+@_size_option("max-input-len", "Longest prompt. [default: 1024, or what fits]")
+@_size_option("max-seq-len", "Longest prompt and output together. [default: 2048, or what the target takes]")
+@_size_option("max-num-tokens", "Token rows of one step. [default: 256, or batch x block]")
+@click.option("--draft-weights", type=click.Choice(WEIGHT_FORMS), default="int8", show_default=True)
+@click.option("--target-weights", type=click.Choice(WEIGHT_FORMS), default="float", show_default=True)
+@click.option("--self-check", type=click.Choice(["off", "layer", "full"]), default="layer", show_default=True)
+@click.option("--draft-logits", is_flag=True, help="Also give the drafter's logits (for analysis; slower).")
+@click.option("--force", is_flag=True, help="Replace an existing bundle.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was built as JSON.")
+def build(
+    target: Path,
+    drafters: Sequence[str],
+    output: Path,
+    self_check: str,
+    force: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Build a bundle from a target and its drafters."""
+    from dflow_trt import console
+    from dflow_trt.build import BuildOptions, build_bundle
+
+    start = time.perf_counter()
+    sources = [_drafter_source(text) for text in drafters]
+    with console.BuildProgress() as progress:
+        bundle = build_bundle(
+            target, sources, output, BuildOptions(**options), force=force, self_check=self_check, report=progress
+        )
+    if as_json:
+        _print_json(_bundle_json(bundle))
+    else:
+        console.show_built(bundle, time.perf_counter() - start)
+
+
+def _drafter_source(text: str) -> Any:
+    from dflow_trt.build import DrafterSource
+
+    name, separator, path = text.partition("=")
+    if separator and not Path(text).exists():
+        return DrafterSource(Path(path), name)
+    return DrafterSource(Path(text))
+
+
+@cli.command()
+@click.argument("bundle", type=FOLDER)
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+def inspect(bundle: Path, as_json: bool) -> None:
+    """Show what a bundle holds, and check it."""
+    from dflow_trt import console
+    from dflow_trt.bundle import open_bundle
+
+    opened = open_bundle(bundle)
+    if as_json:
+        _print_json(_bundle_json(opened))
+    else:
+        console.show_bundle(opened)
+
+
+def _bundle_json(bundle: Any) -> dict[str, Any]:
+    from dflow_trt.memory import plan_memory
+
+    engines = {
+        f"{name}.{contract.engine}" if name else contract.engine: dataclasses.asdict(contract)
+        for name, contract in bundle.contracts()
+    }
+    manifest = json.loads((bundle.path / "dflow.json").read_text(encoding="utf-8"))
+    plan = plan_memory(bundle)
+    memory = dataclasses.asdict(plan) | {"total": plan.total}
+    return {
+        "path": str(bundle.path),
+        **manifest,
+        "engines": engines,
+        "strategies": list(bundle.strategies),
+        "memory": memory,
+    }
+
+
+@cli.command()
+@click.argument("folder", type=FOLDER)
+def example(folder: Path) -> None:
+    """Write the example pair (target, dflash and dflow drafters, prompts) into FOLDER."""
+    from dflow_trt.example import write_example
+
+    names = write_example(folder)
+    click.echo(f"{folder}: {', '.join(names)}")
+    drafters = " ".join(f"--drafter {folder / name}" for name in names if name in ("dflash", "dflow"))
+    click.echo(f"next: dflow-trt build --target {folder / 'target'} {drafters} --output {folder / 'bundle'}")
+
+
+def _sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Every field of SamplingParams as a flag."""
+    flags: list[tuple[str, dict[str, Any]]] = [
+        ("--max-tokens", {"type": int, "help": "Most tokens to emit. [default: 128]", "default": 128}),
+        ("--temperature", {"type": float, "help": "0 is greedy."}),
+        ("--top-k", {"type": int}),
+        ("--top-p", {"type": float}),
+        ("--min-p", {"type": float}),
+        ("--seed", {"type": int}),
+        ("--n", {"type": int, "help": "Samples of each prompt."}),
+        ("--stop", {"multiple": True, "help": "Stop string; repeatable."}),
+        ("--stop-token-id", {"multiple": True, "type": int, "help": "Repeatable."}),
+        ("--ignore-eos", {"is_flag": True, "default": None}),
+        ("--min-tokens", {"type": int}),
+        ("--repetition-penalty", {"type": float}),
+        ("--presence-penalty", {"type": float}),
+        ("--frequency-penalty", {"type": float}),
+        ("--logit-bias", {"multiple": True, "metavar": "ID=BIAS", "help": "Repeatable."}),
+        ("--bad-word", {"multiple": True, "help": "Text that must not appear; repeatable."}),
+        ("--logprobs", {"type": int, "help": "Log-probabilities of that many alternatives."}),
+    ]
+    for flag, settings in reversed(flags):
+        command = click.option(flag, **settings)(command)
+    return command
+
+
+def _sampling(options: dict[str, Any]) -> SamplingParams:
+    from dflow_trt.method.sampling import SamplingParams
+
+    given = {name: value for name, value in options.items() if value is not None and value != ()}
+    renamed = {"stop_token_id": "stop_token_ids", "bad_word": "bad_words"}
+    given = {renamed.get(name, name): value for name, value in given.items()}
+    if "logit_bias" in given:
+        given["logit_bias"] = dict(_bias(entry) for entry in given["logit_bias"])
+    return SamplingParams.from_dict(given)
+
+
+def _bias(entry: str) -> tuple[int, float]:
+    token, _, value = entry.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise UserError(f"--logit-bias: {entry!r}; allowed: ID=BIAS, e.g. 42=-5.0") from None
+
+
+@cli.command()
+@click.argument("bundle", type=FOLDER)
+@click.option("-p", "--prompt", "texts", multiple=True, help="A prompt; repeatable.")
+@click.option(
+    "--prompts", "file", type=click.Path(path_type=Path), help="JSONL with prompt, messages or prompt_token_ids."
+)
+@click.option("--limit", type=click.IntRange(1), help="Only the first so many prompts.")
+@click.option("--chat", is_flag=True, help="Format prompts as one user message by the model's chat template.")
+@click.option("--strategy", "strategies", multiple=True, help="ar, dflash, dflow, ...; repeatable. [default: the best]")
+@click.option("--draft-tokens", type=int, help="Most drafts verified in a round.")
+@click.option("--compare-ar", is_flag=True, help="Also decode plainly, and fail unless every token is the same.")
+@click.option("--batch-size", type=click.IntRange(1), help="Requests in flight. [default: the bundle's limit]")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads. [default: all cores]")
+@click.option("--stream", is_flag=True, help="Print text as it comes; accepted drafts are coloured.")
+@click.option("--json", "as_json", is_flag=True, help="Print results as JSON.")
+@click.option("--quiet", is_flag=True, help="Only the table of figures.")
+@_sampling_options
+def generate(
+    bundle: Path,
+    texts: Sequence[str],
+    file: Path | None,
+    limit: int | None,
+    chat: bool,
+    strategies: Sequence[str],
+    draft_tokens: int | None,
+    compare_ar: bool,
+    batch_size: int | None,
+    threads: int | None,
+    stream: bool,
+    as_json: bool,
+    quiet: bool,
+    **options: Any,
+) -> None:
+    """Generate text, losslessly faster."""
+    from dflow_trt import console
+    from dflow_trt.api import LLM
+
+    params = _sampling(options)
+    prompts = _prompts(texts, file, chat)[:limit]
+    with LLM(bundle, threads=threads, max_batch_size=batch_size) as llm:
+        names = list(dict.fromkeys(strategies or [llm.bundle.default_strategy]))
+        if stream:
+            _stream(llm, prompts, params, names[0], draft_tokens)
+            return
+        if compare_ar:
+            names = [AUTOREGRESSIVE, *(name for name in names if name != AUTOREGRESSIVE)]
+            params = _seeded(params)
+        runs = _run_strategies(llm, prompts, params, names, draft_tokens, compare_ar)
+    if as_json:
+        _print_json({"runs": [_run_json(run) for run in runs]})
+    else:
+        if not quiet:
+            for output in runs[-1].outputs:
+                console.show_text(output)
+        console.show_runs(runs)
+    _check_lossless(runs)
+
+
+def _prompts(texts: Sequence[str], file: Path | None, chat: bool) -> list[Prompt]:
+    """Prompts of the flags, then those of the file."""
+    from dflow_trt.prompts import read_prompts
+
+    prompts: list[Prompt] = [*texts, *(read_prompts(file) if file else [])]
+    if not prompts:
+        raise UserError("generate: no prompt; give -p TEXT or --prompts FILE.jsonl")
+    return [_as_chat(prompt) for prompt in prompts] if chat else prompts
+
+
+def _as_chat(prompt: Prompt) -> Prompt:
+    text = prompt if isinstance(prompt, str) else prompt.get("prompt")
+    return prompt if text is None else {"messages": [{"role": "user", "content": text}]}
+
+
+def _seeded(params: SamplingParams) -> SamplingParams:
+    """Runs are comparable only with one seed."""
+    from dflow_trt.method.sampling import fresh_seed
+
+    return params if params.seed is not None else dataclasses.replace(params, seed=fresh_seed())
+
+
+def _run_strategies(
+    llm: LLM,
+    prompts: list[Prompt],
+    params: SamplingParams,
+    names: Sequence[str],
+    draft_tokens: int | None,
+    compare: bool,
+) -> list[StrategyRun]:
+    from dflow_trt.console import StrategyRun
+
+    runs: list[StrategyRun] = []
+    for name in names:
+        if compare:  # warm up: first calls of a shape bind and allocate
+            llm.generate(prompts[:1], params, strategy=name, draft_tokens=draft_tokens)
+        start = time.perf_counter()
+        outputs = llm.generate(prompts, params, strategy=name, draft_tokens=draft_tokens)
+        seconds = time.perf_counter() - start
+        same = _num_same(runs[0].outputs, outputs) if runs and compare else None
+        runs.append(StrategyRun(name, outputs, seconds, same))
+    return runs
+
+
+def _num_same(baseline: Sequence[Any], outputs: Sequence[Any]) -> int:
+    pairs = zip(baseline, outputs, strict=True)
+    return sum(a.token_ids == b.token_ids for x, y in pairs for a, b in zip(x.outputs, y.outputs, strict=True))
+
+
+def _check_lossless(runs: Sequence[StrategyRun]) -> None:
+    for run in runs:
+        total = run.figures["sequences"]
+        if run.same is not None and run.same != total:
+            raise UserError(
+                f"strategy {run.strategy}: {total - run.same} of {total} sequences differ from ar; please report this"
+            )
+
+
+def _run_json(run: StrategyRun) -> dict[str, Any]:
+    return {**run.figures, "results": [_output_json(output) for output in run.outputs]}
+
+
+def _output_json(output: Any) -> dict[str, Any]:
+    data = dataclasses.asdict(output)
+    for sample, plain in zip(output.outputs, data["outputs"], strict=True):
+        plain["stats"] |= {"tau_accepted": sample.stats.tau_accepted, "tau_emitted": sample.stats.tau_emitted}
+    return data
+
+
+def _stream(llm: LLM, prompts: list[Prompt], params: SamplingParams, strategy: str, draft_tokens: int | None) -> None:
+    """Prompts one after another; the pieces of a round in one colour: green where drafts were accepted."""
+    for prompt in prompts:
+        for piece in llm.generate_stream(prompt, params, strategy=strategy, draft_tokens=draft_tokens):
+            click.secho(piece.text, fg="green" if piece.num_accepted else None, nl=False)
+            sys.stdout.flush()
+            if piece.error:
+                raise UserError(piece.error)
+        click.echo()
+
+
+def _print_json(data: Any) -> None:
+    click.echo(json.dumps(data, ensure_ascii=False, default=str))
+
+
+def main() -> None:
+    """The console script: user errors are one line and exit code 1."""
+    try:
+        cli(standalone_mode=False)
+    except UserError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(1)
+    except click.exceptions.Abort:
+        click.echo("interrupted", err=True)
+        sys.exit(130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        sys.exit(1)

@@ -1,0 +1,195 @@
+"""What people see in a terminal: progress bars, tables, coloured text. Nothing here decides anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from dflow_trt import contract as c
+from dflow_trt.api import RequestOutput
+from dflow_trt.bundle import Bundle
+from dflow_trt.memory import MemoryPlan, plan_memory, show_bytes
+from dflow_trt.spec import DrafterSpec, StackSpec
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+
+class BuildProgress:
+    """:class:`dflow_trt.build.Report` as a progress bar on standard error."""
+
+    def __init__(self) -> None:
+        columns = (SpinnerColumn(), TextColumn("{task.description:<12}"), BarColumn(), DownloadColumn())
+        self._bar = Progress(*columns, TimeElapsedColumn(), console=err, transient=True)
+        self._task: Any = None
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def stage(self, name: str, total_bytes: int | None) -> None:
+        if self._task is not None:
+            self._bar.remove_task(self._task)
+        self._task = self._bar.add_task(name, total=total_bytes)
+
+    def advance(self, num_bytes: int) -> None:
+        self._bar.advance(self._task, num_bytes)
+
+    def note(self, line: str) -> None:
+        err.print(line)
+
+
+def _stack_line(stack: StackSpec, vocab: int) -> str:
+    heads = f"{stack.num_heads}/{stack.num_kv_heads} heads of {stack.head_dim}"
+    return f"{stack.num_layers} layers, hidden {stack.hidden_size}, {heads}, vocabulary {vocab}"
+
+
+def _drafter_line(spec: DrafterSpec) -> str:
+    relay = f"relay {spec.relay.start}" if spec.relay else "no relay"
+    taps = ", ".join(map(str, spec.target_layer_ids))
+    return f"{_stack_line(spec.stack, spec.vocab_size)}; block {spec.block_size}, taps {taps}, {relay}"
+
+
+def memory_line(plan: MemoryPlan) -> str:
+    """The memory plan in one line."""
+    caches = f"KV {show_bytes(plan.target_cache)} + {show_bytes(plan.drafter_cache)} for {plan.slots} slots"
+    state = show_bytes(plan.relay_state + plan.outputs)
+    return f"weights {show_bytes(plan.weights)}, {caches}, state and outputs {state}: {show_bytes(plan.total)} in all"
+
+
+def show_built(bundle: Bundle, seconds: float) -> None:
+    """The closing lines of a build."""
+    size = sum(entry.size for entry in bundle.files.values())
+    strategies = ", ".join(bundle.strategies)
+    out.print(f"[bold]{bundle.path}[/]: {show_bytes(size)} in {len(bundle.files)} files, {seconds:.1f} s")
+    out.print(f"strategies: {strategies}")
+    out.print(f"memory: {memory_line(plan_memory(bundle))}")
+    out.print(_check_line(bundle.self_check))
+
+
+def _check_line(result: Mapping[str, Any]) -> str:
+    errors = result.get("errors", {})
+    worst = max(errors, key=errors.__getitem__, default=None)
+    line = f"self-check: {result['mode']}"
+    if worst is not None:
+        line += f", {len(errors)} sections agree with the reference, worst {worst} at {errors[worst]:.0e} of its size"
+    if "agreement" in result:
+        line += f"; the quantised target agrees with the float model on {result['agreement']:.1%} of the sample text"
+    return line
+
+
+def show_bundle(bundle: Bundle) -> None:
+    """`dflow-trt inspect`: specs, engines, tensors, files, licences, memory."""
+    out.print(f"[bold]{bundle.path}[/]  format {c.FORMAT_VERSION}, {bundle.build.backend} {bundle.build.dtype}")
+    target = bundle.target
+    out.print(f"target   {_stack_line(target.stack, target.vocab_size)}; {target.live_vocab} live ids")
+    out.print(f"         licence: {target.licence or 'not stated'}; fingerprint {bundle.target_fingerprint[:12]}")
+    for name, entry in bundle.drafters.items():
+        out.print(f"drafter  [bold]{name}[/]: {_drafter_line(entry.spec)}")
+        out.print(f"         licence: {entry.spec.licence or 'not stated'}; fingerprint {entry.fingerprint[:12]}")
+    build = bundle.build
+    out.print(
+        f"limits   batch {build.max_batch_size}, input {build.max_input_len}, sequence {build.max_seq_len}, "
+        f"tokens a pass {build.max_num_tokens}; weights: target {build.target_weights}, drafters {build.draft_weights}"
+    )
+    out.print(f"memory   {memory_line(plan_memory(bundle))}")
+    out.print(_engine_table(bundle), _file_table(bundle))
+
+
+def _engine_table(bundle: Bundle) -> Table:
+    table = Table("engine", "inputs", "outputs", "caches", title="engines", title_justify="left")
+    for name, contract in bundle.contracts():
+        inputs = ", ".join(f"{spec.name}\\[{','.join(spec.dims)}]" for spec in contract.inputs)
+        outputs = ", ".join(f"{spec.name}\\[{','.join(spec.dims)}]" for spec in contract.outputs)
+        label = f"{name}.{contract.engine}" if name else contract.engine
+        table.add_row(label, inputs, outputs, f"{contract.cache_layers} x k,v" if contract.cache_layers else "-")
+    return table
+
+
+def _file_table(bundle: Bundle) -> Table:
+    table = Table("file", "size", "sha256", title="files", title_justify="left")
+    for name, entry in sorted(bundle.files.items()):
+        table.add_row(name, show_bytes(entry.size), entry.sha256[:16])
+    return table
+
+
+@dataclass(frozen=True)
+class StrategyRun:
+    """All prompts generated with one strategy. same: token-equal to the baseline (None: nothing to compare with)."""
+
+    strategy: str
+    outputs: Sequence[RequestOutput]
+    seconds: float
+    same: int | None
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """Totals over prompts and samples; the prefill token belongs to no round."""
+        stats = [sample.stats for output in self.outputs for sample in output.outputs]
+        rounds, tokens = sum(s.rounds for s in stats), sum(s.output_tokens for s in stats)
+        emitted, accepted = sum(s.emitted for s in stats), sum(s.accepted for s in stats)
+        return {
+            "strategy": self.strategy,
+            "sequences": len(stats),
+            "output_tokens": tokens,
+            "target_passes": sum(s.target_passes for s in stats),
+            "rounds": rounds,
+            "tau_accepted": accepted / rounds if rounds else 0.0,
+            "tau_emitted": emitted / rounds if rounds else 0.0,
+            "relayed_slots": sum(s.relayed_slots for s in stats),
+            "seconds": self.seconds,
+            "tokens_per_second": tokens / self.seconds if self.seconds else 0.0,
+            "same_as_ar": self.same,
+        }
+
+
+def show_runs(runs: Sequence[StrategyRun]) -> None:
+    """The figures table: the first run is the baseline of the speed-up where there are several."""
+    columns = (
+        "strategy",
+        "tokens",
+        "target passes",
+        "tau emitted",
+        "tau accepted",
+        "tokens/s",
+        "speed-up",
+        "same tokens",
+    )
+    table = Table(*columns, title_justify="left")
+    base = runs[0].figures
+    for run in runs:
+        f = run.figures
+        same = "-" if run.same is None else f"{run.same}/{f['sequences']}"
+        speed = f["tokens_per_second"] / base["tokens_per_second"] if base["tokens_per_second"] else 0.0
+        row = (f["output_tokens"], f["target_passes"], f"{f['tau_emitted']:.2f}", f"{f['tau_accepted']:.2f}")
+        table.add_row(run.strategy, *map(str, row), f"{f['tokens_per_second']:.0f}", f"{speed:.2f}x", same)
+    out.print(table)
+
+
+def show_text(output: RequestOutput) -> None:
+    """The samples of one prompt."""
+    for sample in output.outputs:
+        label = f" [{sample.index}]" if len(output.outputs) > 1 else ""
+        if output.prompt is not None:
+            out.print(f"[dim]{_escaped(output.prompt)}[/]", end="")
+        text = sample.text if sample.text or not sample.token_ids else " ".join(map(str, sample.token_ids))
+        out.print(f"{_escaped(text)}[dim]{label} ({sample.finish_reason})[/]\n", soft_wrap=True)
+        if sample.error:
+            err.print(f"error: {sample.error}")
+
+
+def _escaped(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

@@ -1,0 +1,170 @@
+"""An independent forward pass in numpy, straight from the checkpoint: what a build is checked against.
+
+It shares no code with the graphs but the rotary tables, reads one matrix at a time, and knows no cache: a drafter's
+context is simply given whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dflow_trt.checkpoint.names import EMBEDDING, HEAD
+from dflow_trt.checkpoint.weights import Array, Weights
+from dflow_trt.rope import rope_tables
+from dflow_trt.spec import DrafterSpec, StackSpec, TargetSpec, WeightForm
+
+HEAD_ROWS = 4096  # vocabulary rows at a time
+Linear = Callable[[Array, Array], Array]
+
+
+def float_linear(x: Array, weight: Array) -> Array:
+    """x [S,in] @ weight [out,in]^T."""
+    return x @ weight.T
+
+
+def int8_linear(x: Array, weight: Array) -> Array:
+    """The same with int8 weights a channel and int8 activations a row, rounded to the nearest level."""
+    channel = np.maximum(np.abs(weight).max(axis=1), 1e-20) / 127
+    step = np.maximum(np.abs(x).max(axis=-1, keepdims=True), 1e-20) / 127
+    levels = np.rint(x / step) @ np.rint(weight / channel[:, None]).T
+    return np.asarray(levels * step * channel, np.float32)
+
+
+LINEAR: dict[WeightForm, Linear] = {"float": float_linear, "int8": int8_linear}
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    return np.asarray(x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight, np.float32)
+
+
+def layer_norm(x: Array, weight: Array, bias: Array, eps: float) -> Array:
+    centred = x - x.mean(axis=-1, keepdims=True)
+    return np.asarray(centred / np.sqrt(np.mean(centred * centred, axis=-1, keepdims=True) + eps) * weight + bias)
+
+
+def silu(x: Array) -> Array:
+    return np.asarray(x / (1 + np.exp(-x)))
+
+
+@dataclass(frozen=True)
+class ReferenceStack:
+    """The decoder layers of one checkpoint."""
+
+    weights: Weights
+    stack: StackSpec
+    prefix: str
+    linear: Linear = float_linear
+
+    def read(self, name: str) -> Array:
+        return self.weights.read(name).astype(np.float32)
+
+    def project(self, name: str, x: Array) -> Array:
+        """One linear layer with its bias, if it has one."""
+        y = self.linear(x, self.read(f"{name}.weight"))
+        return y + self.read(f"{name}.bias") if f"{name}.bias" in set(self.weights.names()) else y
+
+    def rotate(self, x: Array, positions: Array) -> Array:
+        """x [heads,S,D]: the half-split rotation at absolute positions."""
+        tables = rope_tables(self.stack.rope, self.stack.head_dim, int(positions.max()) + 1)
+        cos, sin = (table[positions] for table in tables)
+        left, right = np.split(x, 2, axis=-1)
+        return np.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
+
+    def heads(self, i: int, label: str, x: Array, positions: Array) -> Array:
+        """[S,E] -> normed, rotated q or k, or plain v: [heads,S,D]."""
+        name = f"{self.prefix}layers.{i}.self_attn.{label}"
+        y = self.project(f"{name}_proj", x).reshape(len(x), -1, self.stack.head_dim).swapaxes(0, 1)
+        if label == "v":
+            return y
+        return self.rotate(rms_norm(y, self.read(f"{name}_norm.weight"), self.stack.rms_norm_eps), positions)
+
+    def visible(self, i: int, queries: Array, keys: Array) -> Array:
+        """[S,T] bool: the mask of layer i."""
+        distance = queries[:, None] - keys[None, :]
+        mask = distance >= 0 if self.stack.causal[i] else np.ones_like(distance, bool)
+        window = self.stack.windows[i]
+        return mask if window is None else mask & (np.abs(distance) < window)
+
+    def layer(self, i: int, x: Array, positions: Array, context: Array | None = None) -> Array:
+        """x [S,E] through decoder layer i. ``context`` [C,E] comes before the rows, at positions 0..C-1, un-normed."""
+        name, eps = f"{self.prefix}layers.{i}", self.stack.rms_norm_eps
+        normed = rms_norm(x, self.read(f"{name}.input_layernorm.weight"), eps)
+        source, at = normed, positions
+        if context is not None:
+            source, at = np.concatenate([context, normed]), np.concatenate([np.arange(len(context)), positions])
+        q = self.heads(i, "q", normed, positions)
+        k, v = (np.repeat(self.heads(i, label, source, at), self.stack.heads_per_group, axis=0) for label in "kv")
+        scores = q @ k.swapaxes(1, 2) / np.sqrt(self.stack.head_dim)
+        scores = np.where(self.visible(i, positions, at), scores, -np.inf)
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        mixed = (weights / weights.sum(axis=-1, keepdims=True)) @ v
+        x = x + self.project(f"{name}.self_attn.o_proj", mixed.swapaxes(0, 1).reshape(len(x), -1).astype(np.float32))
+        normed = rms_norm(x, self.read(f"{name}.post_attention_layernorm.weight"), eps)
+        gated = silu(self.project(f"{name}.mlp.gate_proj", normed)) * self.project(f"{name}.mlp.up_proj", normed)
+        return x + self.project(f"{name}.mlp.down_proj", gated.astype(np.float32))
+
+
+@dataclass(frozen=True)
+class ReferenceHead:
+    """Embedding and head of the target, which its drafters share."""
+
+    weights: Weights
+    spec: TargetSpec
+    linear: Linear = float_linear
+
+    def embed(self, ids: Sequence[int]) -> Array:
+        return np.concatenate([self.weights.read(EMBEDDING, slice(i, i + 1)) for i in ids]).astype(np.float32)
+
+    def logits(self, x: Array) -> Array:
+        """Final-normed x [S,E] -> logits over the live vocabulary."""
+        name = EMBEDDING if self.spec.tied_head else HEAD
+        parts = [self.linear(x, part) for part in self._rows(name)]
+        return np.concatenate(parts, axis=-1)
+
+    def _rows(self, name: str) -> Iterator[Array]:
+        for start in range(0, self.spec.live_vocab, HEAD_ROWS):
+            rows = slice(start, min(start + HEAD_ROWS, self.spec.live_vocab))
+            yield self.weights.read(name, rows).astype(np.float32)
+
+
+def target_forward(
+    weights: Weights, spec: TargetSpec, ids: Sequence[int], linear: Linear = float_linear
+) -> tuple[Array, list[Array]]:
+    """A whole pass over ``ids``: (logits [S,live vocabulary], the output of every layer [S,E])."""
+    stack, head = ReferenceStack(weights, spec.stack, "model.", linear), ReferenceHead(weights, spec, linear)
+    x, positions, outputs = head.embed(ids), np.arange(len(ids)), []
+    for i in range(spec.stack.num_layers):
+        x = stack.layer(i, x, positions)
+        outputs.append(x)
+    return head.logits(rms_norm(x, stack.read("model.norm.weight"), spec.stack.rms_norm_eps)), outputs
+
+
+def context_states(weights: Weights, spec: DrafterSpec, taps: Array) -> Array:
+    """h [S,E] of this drafter's packed taps [S,m*E]."""
+    projected = taps @ weights.read("fc.weight").astype(np.float32).T
+    return rms_norm(projected, weights.read("hidden_norm.weight").astype(np.float32), spec.stack.rms_norm_eps)
+
+
+def relay_term(weights: Weights, spec: DrafterSpec, bonus: Array, reject: Array, h: Array) -> Array:
+    """beta * LN(h) + gamma for rows h [J,E] and the embeddings of the token pair [E]."""
+    assert spec.relay is not None
+    read: dict[str, Any] = {name: weights.read(name).astype(np.float32) for name in _RELAY}
+    pair = np.broadcast_to(np.concatenate([bonus, reject]), (len(h), 2 * h.shape[1]))
+    hidden = np.concatenate([pair, h], axis=1) @ read["relay_mlp.0.weight"].T + read["relay_mlp.0.bias"]
+    beta, gamma = np.split(silu(hidden) @ read["relay_mlp.2.weight"].T + read["relay_mlp.2.bias"], 2, axis=1)
+    normed = layer_norm(h, read["relay_norm.weight"], read["relay_norm.bias"], spec.relay.norm_eps)
+    return np.asarray(beta * normed + gamma)
+
+
+_RELAY = (
+    "relay_mlp.0.weight",
+    "relay_mlp.0.bias",
+    "relay_mlp.2.weight",
+    "relay_mlp.2.bias",
+    "relay_norm.weight",
+    "relay_norm.bias",
+)

@@ -1,0 +1,99 @@
+"""Independent references: transformers' Qwen3, the ``dflash`` package's drafter, and the relay in float64 numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class TargetOracle:
+    """transformers' Qwen3ForCausalLM in float32; whole sequences, no cache."""
+
+    def __init__(self, folder: Path) -> None:
+        torch = pytest.importorskip("torch", reason="the reference is torch code")
+        transformers = pytest.importorskip("transformers", reason="the reference is transformers' Qwen3")
+        torch.set_num_threads(1)  # tiny models: more threads only wait for each other
+        model = transformers.Qwen3ForCausalLM
+        self.model = model.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+    def __call__(self, tokens: Sequence[int]) -> tuple[Array, list[Array]]:
+        """(logits [N,V], hidden states: the embedding output, then each layer's [N,E])."""
+        import torch
+
+        with torch.inference_mode():
+            out = self.model(torch.tensor([list(tokens)]), output_hidden_states=True, use_cache=False)
+        return out.logits[0].numpy(), [state[0].numpy() for state in out.hidden_states]
+
+
+class DrafterOracle:
+    """dflash's DFlashDraftModel in float32 with its own cache, driven as ``dflash_generate`` does; one request."""
+
+    def __init__(self, folder: Path, target: TargetOracle, tap_offset: int = 1) -> None:
+        torch = pytest.importorskip("torch", reason="the reference is torch code")
+        self.dflash = pytest.importorskip("dflash.model", reason="the reference is the dflash package")
+        self.model = self.dflash.DFlashDraftModel.from_pretrained(folder, dtype=torch.float32).eval()
+        self.target, self.tap_offset = target.model, tap_offset
+
+    def features(self, hidden_states: Sequence[Array]) -> Array:
+        """The taps [N, taps*E]; ``tap_offset`` 1 is right, since index 0 is the embedding output."""
+        return np.concatenate([hidden_states[i + self.tap_offset] for i in self.model.target_layer_ids], -1)
+
+    def h(self, features: Array) -> Array:
+        import torch
+
+        with torch.inference_mode():
+            return self.model.hidden_norm(self.model.fc(torch.tensor(features))).numpy()
+
+    def cache(self) -> Any:
+        return self.dflash._make_cache(self.model.config)
+
+    def draft(self, cache: Any, features: Array, anchor: int, position: int) -> Array:
+        """Logits [K,V] of the block at ``position``; ``features`` are the context rows since the last draft."""
+        import torch
+
+        model, value = self.model, self.dflash._draft_value
+        ids = torch.full((1, model.block_size), model.mask_token_id)
+        ids[0, 0] = anchor
+        scale = float(value(model.config, "input_embedding_scale", 1.0))
+        first = position - len(features)
+        with torch.inference_mode():
+            hidden = model(
+                target_hidden=torch.tensor(features)[None],
+                noise_embedding=self.dflash._raw_input_embeddings(self.target, ids, scale),
+                position_ids=torch.arange(first, position + model.block_size)[None],
+                past_key_values=cache,
+                use_cache=True,
+            )
+            self.dflash._crop_to(cache, position)
+            return model.compute_logits(hidden[:, 1:], self.dflash._output_head(self.target))[0].numpy()
+
+
+class RelayOracle:
+    """[beta ; gamma] = W2 silu(W1 [E(b) ; E(y_hat) ; h] + b1) + b2, x = E(mask) + beta * LN(h) + gamma, in float64."""
+
+    def __init__(self, target: Path, drafter: Path, eps: float, scale: float = 1.0) -> None:
+        self.weights = {key: value.astype(np.float64) for key, value in _load(drafter).items()}
+        self.table = _load(target)["model.embed_tokens.weight"].astype(np.float64) * scale
+        self.eps = eps
+
+    def slot(self, token: int, h: Array, bonus: int, reject: int) -> Array:
+        """One relayed block slot [E]."""
+        w, state = self.weights, h.astype(np.float64)
+        joined = np.concatenate([self.table[bonus], self.table[reject], state])
+        inner = w["relay_mlp.0.weight"] @ joined + w["relay_mlp.0.bias"]
+        inner = inner / (1 + np.exp(-inner))
+        beta, gamma = np.split(w["relay_mlp.2.weight"] @ inner + w["relay_mlp.2.bias"], 2)
+        centred = state - state.mean()
+        normed = centred / np.sqrt((centred**2).mean() + self.eps)
+        return self.table[token] + beta * (normed * w["relay_norm.weight"] + w["relay_norm.bias"]) + gamma
+
+
+def _load(folder: Path) -> dict[str, Array]:
+    return load_file(folder / "model.safetensors")
