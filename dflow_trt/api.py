@@ -23,6 +23,7 @@ from dflow_trt.text import TextStream, Tokenizer
 
 Prompt = str | Mapping[str, Any]
 Params = SamplingParams | Sequence[SamplingParams] | None
+Strategies = str | Sequence[str] | None
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class StreamOutput:
     finish_reason is None until the last.
     """
 
+    request_id: str
     prompt_index: int
     index: int
     text: str
@@ -113,6 +115,7 @@ class _Sample:
             delta = self.text.finish() if emission.finish_reason else self.text.take()
         self.parts.append(delta)
         return StreamOutput(
+            self.request.id,
             self.prompt_index,
             self.request.sample_index,
             delta,
@@ -194,13 +197,14 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params = None,
         *,
-        strategy: str | None = None,
+        strategy: Strategies = None,
         draft_tokens: int | None = None,
     ) -> list[RequestOutput]:
         """Generate for every prompt, batched in flight; results in the order of the prompts.
 
         A prompt is a text, ``{"prompt": text}``, ``{"prompt_token_ids": ids}`` or ``{"messages": [...]}`` (a chat).
-        strategy: one that the bundle offers, by default its best. draft_tokens: most drafts verified in a round.
+        strategy: one that the bundle offers (or one a prompt), by default its best. draft_tokens: most drafts verified
+        in a round.
         Raises UserError, before any work, when a prompt or an option is not acceptable.
         """
         samples = self._samples(prompts, sampling_params, strategy, draft_tokens)
@@ -214,7 +218,7 @@ class LLM:
         messages: Sequence[Mapping[str, Any]],
         sampling_params: Params = None,
         *,
-        strategy: str | None = None,
+        strategy: Strategies = None,
         draft_tokens: int | None = None,
     ) -> list[RequestOutput]:
         """:meth:`generate` for one conversation, formatted by the model's chat template."""
@@ -225,11 +229,15 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params = None,
         *,
-        strategy: str | None = None,
+        strategy: Strategies = None,
         draft_tokens: int | None = None,
     ) -> Iterator[StreamOutput]:
         """As :meth:`generate`, a piece a round as it comes. Leaving the iterator early cancels what is unfinished."""
         return self._run(self._samples(prompts, sampling_params, strategy, draft_tokens))
+
+    def cancel(self, request_id: str) -> bool:
+        """End one request of a running stream at its next round; False if it is not in flight."""
+        return self._decoder.cancel(request_id)
 
     def _request_output(self, samples: Sequence[_Sample]) -> RequestOutput:
         first = samples[0]
@@ -269,13 +277,13 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params,
-        strategy: str | None,
+        strategy: Strategies,
         draft_tokens: int | None,
     ) -> list[_Sample]:
         """n samples a prompt, every one of them checked."""
         listed: list[Prompt] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        params = self._params(sampling_params, len(listed))
-        chosen = self.bundle.strategy(strategy)
+        params = _one_each("sampling_params", sampling_params or SamplingParams(), len(listed))
+        chosen = [self.bundle.strategy(name) for name in _one_each("strategy", strategy, len(listed))]
         samples = []
         for i, (prompt, each) in enumerate(zip(listed, params, strict=True)):
             text, ids = self._prompt_ids(prompt, i)
@@ -285,17 +293,10 @@ class LLM:
             for k in range(each.n):
                 stream = self._text_stream(each)
                 stop = stream.push if stream is not None else None
-                request = Request(f"{number}-{k}", ids, each, chosen, seed, k, draft_tokens, stop)
+                request = Request(f"{number}-{k}", ids, each, chosen[i], seed, k, draft_tokens, stop)
                 self._decoder.check(request)
                 samples.append(_Sample(i, text, request, stream))
         return samples
-
-    def _params(self, given: Params, count: int) -> list[SamplingParams]:
-        if given is None or isinstance(given, SamplingParams):
-            return [given or SamplingParams()] * count
-        if len(given) != count:
-            raise UserError(f"sampling_params: {len(given)} given for {count} prompts; give one, or one a prompt")
-        return list(given)
 
     def _prompt_ids(self, prompt: Prompt, index: int) -> tuple[str | None, list[int]]:
         kind, value = _prompt_kind(prompt, index)
@@ -322,6 +323,15 @@ class LLM:
         if self.tokenizer is None:
             return None
         return TextStream(self.tokenizer, _listed(params.stop), min_tokens=params.min_tokens)
+
+
+def _one_each(name: str, given: Any, count: int) -> list[Any]:
+    """One value for all prompts, or one a prompt."""
+    if not isinstance(given, list | tuple):
+        return [given] * count
+    if len(given) != count:
+        raise UserError(f"{name}: {len(given)} given for {count} prompts; give one, or one a prompt")
+    return list(given)
 
 
 def _listed(value: Any) -> Sequence[Any]:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import fcntl
 import importlib.metadata
 import os
+import re
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +35,7 @@ from dflow_trt.graphs.context import build_context
 from dflow_trt.graphs.drafter import build_drafter
 from dflow_trt.graphs.relay import RELAY_LOWERING, build_relay
 from dflow_trt.graphs.target import build_target
+from dflow_trt.memory import show_bytes
 from dflow_trt.selfcheck import run_self_check
 from dflow_trt.spec import BuildSpec, DType, TargetSpec, WeightForm
 
@@ -101,6 +106,8 @@ def build_bundle(
     ``force``), and when the numerical self-check fails.
     """
     report = report or Silent()
+    output = output.resolve()  # a link is followed, not replaced
+    _remove_leftovers(output)
     _check_output(output, force)
     source = read_target(target)
     drafts = _read_drafters(drafters, source.spec)
@@ -115,7 +122,7 @@ def build_bundle(
         report.stage("self-check", None)
         result = run_self_check(bundle, source, drafts, self_check, report.note)
         write_manifest(dataclasses.replace(bundle, self_check=result))
-        _put_in_place(folder, output)
+        _put_in_place(folder, output, force)
     return open_bundle(output, verify=False)
 
 
@@ -125,7 +132,7 @@ def _read_drafters(sources: Sequence[DrafterSource], target: TargetSpec) -> list
     for name in names:
         if names.count(name) > 1:
             raise UserError(
-                f"--drafter: two drafters are called {name!r}; name them, e.g. --drafter other={name}-folder"
+                f"--drafter: two drafters are called {name!r}; name one of them, e.g. --drafter {name}-2=FOLDER"
             )
     return drafts
 
@@ -166,87 +173,164 @@ def _check_range(flag: str, value: int, low: int, high: int | None, why: str = "
 
 
 def _check_output(output: Path, force: bool) -> None:
-    if not output.exists():
-        return
-    if not output.is_dir():
-        raise UserError(f"--output: {output} is a file; name a folder")
-    if any(output.iterdir()) and not (output / c.MANIFEST).is_file():
+    try:
+        entries = list(output.iterdir()) if output.exists() else []
+    except NotADirectoryError:
+        raise UserError(f"--output: {output} is a file; name a folder") from None
+    except OSError as error:
+        raise UserError(f"--output: {output}: {error.strerror}; choose a folder that can be read and written") from None
+    if entries and not (output / c.MANIFEST).is_file():
         raise UserError(f"--output: {output} is not empty and no bundle; choose another folder")
-    if any(output.iterdir()) and not force:
+    if entries and not force:
         raise UserError(f"--output: {output} holds a bundle already; give --force to replace it, or another folder")
+
+
+OLD = "-old"  # suffix of a replaced bundle until it is removed
+
+
+def _staging_prefix(output: Path) -> str:
+    return f".{output.name}.building-"
 
 
 @contextlib.contextmanager
 def _staged(output: Path) -> Iterator[Path]:
-    """A folder beside ``output``, gone again unless it is renamed into place. Leftovers of killed builds go too."""
-    parent = output.absolute().parent
+    """A folder beside ``output``, gone again unless it is renamed into place. Locked: the mark of a living build."""
     try:
-        parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(parent, output.name)
-        folder = parent / f".{output.name}.building-{os.getpid()}"
-        folder.mkdir()
+        output.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=_staging_prefix(output), dir=output.parent))
     except OSError as error:
         raise UserError(f"--output: {output}: {error.strerror}; choose a folder that can be written") from None
     try:
-        yield folder
+        with _locked(folder):
+            folder.chmod(0o777 & ~_umask())  # a temporary folder starts private
+            yield folder
     except OSError as error:
         raise UserError(f"--output: {error.filename or output}: {error.strerror}; nothing was built") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _remove_leftovers(parent: Path, name: str) -> None:
-    for folder in parent.glob(f".{name}.building-*"):
-        owner = folder.name.rpartition("-")[2]
-        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _put_in_place(folder: Path, output: Path) -> None:
-    """Rename; an old bundle steps aside first and is removed last."""
-    old = folder.with_name(folder.name + ".old")
-    if output.exists():
-        output.rename(old)
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock; BlockingIOError where another process does. It ends with its process, however."""
+    handle = os.open(folder, os.O_RDONLY)
     try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _remove_leftovers(output: Path) -> None:
+    """Clean up behind killed builds into this output; UserError while another one is running."""
+    prefix = _staging_prefix(output)
+    try:
+        found = sorted(path for path in output.parent.iterdir() if path.name.startswith(prefix))
+    except OSError:
+        return  # no such folder yet, or one that the build is about to complain of
+    old = [path for path in found if path.name.endswith(OLD)]
+    for folder in (path for path in found if path not in old):
+        try:
+            with _locked(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+        except BlockingIOError:
+            raise UserError(f"--output: another build into {output} is running; wait for it") from None
+        except OSError:
+            continue  # gone meanwhile
+    for folder in old:
+        if output.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            folder.rename(output)  # the build was killed between its two renames
+
+
+def _put_in_place(folder: Path, output: Path, force: bool) -> None:
+    """Rename; an old bundle steps aside first and is removed last."""
+    old = folder.with_name(folder.name + OLD)
+    try:
+        if force and output.exists():
+            output.rename(old)
         folder.rename(output)
-    except BaseException:
-        if old.exists():
+    except BaseException as error:
+        if old.exists() and not output.exists():
             old.rename(output)
+        if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            raise UserError(f"--output: {output} was filled by another build meanwhile; nothing was replaced") from None
         raise
     shutil.rmtree(old, ignore_errors=True)
 
 
 def _check_disk(output: Path, estimate: int) -> None:
-    place = output.absolute().parent
+    place = output.parent
     while not place.exists():
         place = place.parent
     free = shutil.disk_usage(place).free
     if free < estimate + DISK_MARGIN:
+        wanted = show_bytes(estimate + DISK_MARGIN)
         raise UserError(
-            f"--output: {place} has {free / 1e9:.1f} GB free, the bundle needs {estimate / 1e9:.1f} GB; free some space"
+            f"--output: {place} has {show_bytes(free)} free, the build needs {wanted}; free some space or choose "
+            "another disk"
         )
 
 
-def _elements(weights: Weights) -> int:
-    return sum(int(np.prod(weights.shape(name))) for name in weights.names())
+# -- its size ----------------------------------------------------------------------------------------------------------
 
 
 def estimate_bytes(target: TargetCheckpoint, drafts: Sequence[DrafterCheckpoint], build: BuildSpec) -> int:
-    """Bytes that a build will write, from above: every weight in its engine's form, plus the vocabulary tables."""
-    size = {"float": NUMPY[build.dtype].itemsize, "int8": 1}
-    table = c.vocab_columns(target.spec.vocab_size) * target.spec.stack.hidden_size
-    forms = {build.target_weights} | ({build.draft_weights} if drafts else set())
-    vocabulary = table * (4 + sum(size[form] for form in forms))
-    layers = (_elements(target.weights) - table) * size[build.target_weights]
-    return int(vocabulary + max(layers, 0) + sum(_drafter_bytes(draft, size[build.draft_weights]) for draft in drafts))
-
-
-def _drafter_bytes(draft: DrafterCheckpoint, item: int) -> int:
-    full = sum(int(np.prod(draft.weights.shape(name))) for name in draft.weights.names() if name.startswith(_WIDE))
-    return 4 * full + int(item * 1.5 * (_elements(draft.weights) - full)) + (1 << 20)
+    """Bytes that a build will write, from above: every weight in its engine's form, tables, tokenizer, graphs."""
+    item = {"float": NUMPY[build.dtype].itemsize, "int8": 1}
+    rows = build.cache_rows(max((draft.spec.block_size for draft in drafts), default=1))
+    layers = [name for name in target.weights.names() if name not in (EMBEDDING, HEAD)]
+    size = _vocabulary_bytes(target.spec, build, bool(drafts))
+    size += _stored(target.weights, layers, item[build.target_weights]) + _engine_bytes(target.spec, rows, 1)
+    for draft in drafts:
+        wide = [name for name in draft.weights.names() if name.startswith(_WIDE)]
+        narrow = [name for name in draft.weights.names() if name not in wide]
+        twice = [name for name in narrow if re.search(r"\.self_attn\.[kv]_", name)]  # in context and drafter
+        size += _stored(draft.weights, wide, 4) + _stored(draft.weights, narrow + twice, item[build.draft_weights])
+        size += _engine_bytes(dataclasses.replace(target.spec, stack=draft.spec.stack), rows, 2)
+    return size + sum(path.stat().st_size for path in target.tokenizer_files)
 
 
 _WIDE = ("fc.", "relay_")  # float32 in every build
+GRAPH_BYTES, LAYER_GRAPH_BYTES = 32 << 10, 24 << 10  # an engine's graph, and what a layer adds to it
+
+
+def _vocabulary_bytes(spec: TargetSpec, build: BuildSpec, drafted: bool) -> int:
+    """The tables: embedding and head, the head in every form that some engine wants."""
+    forms = {build.target_weights} | ({build.draft_weights} if drafted else set())
+    columns, width = c.vocab_columns(spec.vocab_size), spec.stack.hidden_size
+    float_item = NUMPY[build.dtype].itemsize
+    shared = spec.tied_head and "float" in forms
+    size = columns * width * (float_item if shared else NUMPY[spec.checkpoint_dtype].itemsize)
+    if "float" in forms and not shared:
+        size += columns * width * float_item
+    if "int8" in forms:
+        size += columns * (width + 4)
+    return size + 4 * store.ALIGNMENT
+
+
+def _engine_bytes(spec: TargetSpec, cache_rows: int, engines: int) -> int:
+    """What engines hold beside weights: rotary tables, the mask of dead ids, the graphs."""
+    rope = 4 * cache_rows * spec.stack.head_dim
+    graph = GRAPH_BYTES + LAYER_GRAPH_BYTES * spec.stack.num_layers
+    return engines * (rope + graph + 3 * store.ALIGNMENT) + 4 * c.vocab_columns(spec.vocab_size)
+
+
+def _stored(weights: Weights, names: Sequence[str], item: int) -> int:
+    """Bytes of tensors with ``item`` bytes an element of a matrix; vectors stay float32, scales come with int8."""
+    size = 0
+    for name in names:
+        rows, *rest = weights.shape(name)
+        size += rows * (int(np.prod(rest)) * item + 4) + store.ALIGNMENT if rest else 4 * rows + store.ALIGNMENT
+    return size
+
 
 # -- writing -----------------------------------------------------------------------------------------------------------
 

@@ -5,13 +5,15 @@ Compile side and serve side meet here alone. A bundle is written whole or not at
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from dflow_trt import contract as c
 from dflow_trt.errors import UserError
@@ -139,12 +141,20 @@ def write_manifest(bundle: Bundle) -> None:
         "format_version": c.FORMAT_VERSION,
         "built_with": dict(bundle.built_with),
         "target": {"spec": to_json(bundle.target), "fingerprint": bundle.target_fingerprint},
-        "drafters": {name: to_json(entry) for name, entry in bundle.drafters.items()},
+        "drafters": {
+            name: to_json(entry) | {"pairing": _pairing(bundle, entry)} for name, entry in bundle.drafters.items()
+        },
         "build": to_json(bundle.build),
         "self_check": dict(bundle.self_check),
         "files": {name: to_json(entry) for name, entry in sorted(bundle.files.items())},
     }
     (bundle.path / c.MANIFEST).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def _pairing(bundle: Bundle, entry: DrafterEntry) -> str:
+    """What the engines of one drafter were built for: this target, these limits, the taps of all drafters."""
+    parts = [bundle.target_fingerprint, to_json(bundle.target), bundle.taps, to_json(bundle.build), to_json(entry)]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def open_bundle(path: str | Path, verify: bool = True) -> Bundle:
@@ -154,32 +164,63 @@ def open_bundle(path: str | Path, verify: bool = True) -> Bundle:
     that names what does not fit.
     """
     path = Path(path)
-    bundle = _read_manifest(path)
-    _check_drafters(bundle)
+    data = _read_manifest(path)
+    bundle = _parse(path, data)
+    _check_types(bundle)
+    _check_drafters(bundle, {name: entry["pairing"] for name, entry in data["drafters"].items()})
     _check_files(bundle, verify)
     return bundle
 
 
-def _read_manifest(path: Path) -> Bundle:
+def _read_manifest(path: Path) -> dict[str, Any]:
     manifest = path / c.MANIFEST
     if not manifest.is_file():
-        raise UserError(f"{path}: not a bundle, {c.MANIFEST} is missing; make one with `dflow-trt build`")
+        found = "no such folder" if not path.exists() else f"not a bundle, {c.MANIFEST} is missing"
+        raise UserError(f"{path}: {found}; make one with `dflow-trt build`")
     try:
         data = json.loads(manifest.read_text(encoding="utf-8"))
         version = data["format_version"]
-    except (ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise UserError(f"{manifest}: {error.strerror}; make it readable") from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{manifest}: unreadable manifest ({error}); build the bundle again") from None
     if version != c.FORMAT_VERSION:
         raise UserError(
             f"{manifest}: format_version {version!r}, this version reads {c.FORMAT_VERSION}; build the bundle again"
         )
+    return dict(data)
+
+
+def _parse(path: Path, data: Mapping[str, Any]) -> Bundle:
     try:
+        _check_fields(data, _FIELDS, "the manifest")
         return _from_json(path, data)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{manifest}: a field is missing or unknown ({error}); build the bundle again") from None
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        reason = f"no field {error}" if isinstance(error, KeyError) else str(error)
+        raise _unfit(path, f"a field is missing, unknown or malformed ({reason})") from None
+
+
+def _unfit(path: Path, found: str) -> UserError:
+    return UserError(f"{path / c.MANIFEST}: {found}; build the bundle again")
+
+
+_FIELDS = ("format_version", "built_with", "target", "drafters", "build", "self_check", "files")
+_DRAFTER_FIELDS = ("spec", "fingerprint", "target_fingerprint", "pairing")
+
+
+def _check_fields(data: Mapping[str, Any], names: tuple[str, ...], where: str) -> None:
+    """TypeError on a field that this version does not write; KeyError on one that is missing."""
+    unknown = sorted(data.keys() - set(names))
+    if unknown:
+        raise TypeError(f"{where} has an unknown field {unknown[0]!r}")
+    for name in names:
+        data[name]
 
 
 def _from_json(path: Path, data: Mapping[str, Any]) -> Bundle:
+    for name, entry in data["drafters"].items():
+        _check_fields(entry, _DRAFTER_FIELDS, f"drafter {name!r}")
+    _check_fields(data["target"], ("spec", "fingerprint"), "the target")
     drafters = {
         name: DrafterEntry(drafter_from_json(entry["spec"]), entry["fingerprint"], entry["target_fingerprint"])
         for name, entry in data["drafters"].items()
@@ -191,30 +232,77 @@ def _from_json(path: Path, data: Mapping[str, Any]) -> Bundle:
         drafters=drafters,
         build=build_from_json(data["build"]),
         files={name: FileEntry(**entry) for name, entry in data["files"].items()},
-        built_with=data["built_with"],
-        self_check=data["self_check"],
+        built_with=dict(data["built_with"]),
+        self_check=dict(data["self_check"]),
     )
 
 
-def _check_drafters(bundle: Bundle) -> None:
+def _check_types(bundle: Bundle) -> None:
+    """Every value of the specs has the type of its field: JSON alone promises nothing."""
+    parts: dict[str, tuple[Any, Any]] = {
+        "target.spec": (bundle.target, TargetSpec),
+        "target.fingerprint": (bundle.target_fingerprint, str),
+        "build": (bundle.build, BuildSpec),
+        **{f"drafters.{name}": (entry, DrafterEntry) for name, entry in bundle.drafters.items()},
+        **{f"files.{name}": (entry, FileEntry) for name, entry in bundle.files.items()},
+    }
+    for where, (value, kind) in parts.items():
+        misfit = _misfit(value, kind, where)
+        if misfit:
+            raise _unfit(bundle.path, f"{misfit} has another type than expected")
+
+
+def _misfit(value: Any, kind: Any, where: str) -> str | None:
+    """The path of the first value that is not of its field's type, or None."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if dataclasses.is_dataclass(kind) and type(value) is kind:
+        hints = get_type_hints(kind)
+        found = (_misfit(getattr(value, name), hint, f"{where}.{name}") for name, hint in hints.items())
+        return next((path for path in found if path), None)
+    if origin is Literal:
+        fits = value in inner
+    elif origin is UnionType:
+        fits = any(_misfit(value, part, where) is None for part in inner)
+    elif origin is tuple:
+        fits = isinstance(value, tuple) and all(_misfit(item, inner[0], where) is None for item in value)
+    else:
+        fits = type(value) is kind or (kind is float and type(value) is int)
+    return None if fits else where
+
+
+def _check_drafters(bundle: Bundle, pairings: Mapping[str, Any]) -> None:
     for name, entry in bundle.drafters.items():
         if entry.target_fingerprint != bundle.target_fingerprint:
             raise UserError(
                 f"{bundle.path / c.MANIFEST}: drafter {name!r} was built for target {entry.target_fingerprint[:12]}, "
                 f"this bundle's target is {bundle.target_fingerprint[:12]}; build the bundle again with both"
             )
+        if entry.spec.name != name or pairings[name] != _pairing(bundle, entry):
+            raise UserError(
+                f"{bundle.path / c.MANIFEST}: drafter {name!r} was built for other limits or beside other drafters "
+                "than this manifest has; build the bundle again with all of them"
+            )
 
 
 def _check_files(bundle: Bundle, verify: bool) -> None:
+    for name in bundle.files:
+        if not _inside(name):
+            raise _unfit(bundle.path, f"file {name!r} is outside the bundle")
     needed = [engine_file(contract.engine, drafter) for drafter, contract in bundle.contracts()]
     for name in needed:
         if name not in bundle.files:
-            raise UserError(f"{bundle.path / c.MANIFEST}: engine {name} is not listed; build the bundle again")
+            raise _unfit(bundle.path, f"engine {name} is not listed")
     for name, entry in bundle.files.items():
         _check_size(bundle.path / name, entry)
     if verify:
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda item: _check_hash(bundle.path / item[0], item[1]), bundle.files.items()))
+
+
+def _inside(name: str) -> bool:
+    """A plain relative path: nothing that a manifest lists may lie outside its folder."""
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\\" not in name
 
 
 def _check_size(path: Path, entry: FileEntry) -> None:

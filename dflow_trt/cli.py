@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -68,6 +70,7 @@ def build(
 
     start = time.perf_counter()
     sources = [_drafter_source(text) for text in drafters]
+    signal.signal(signal.SIGTERM, _interrupt)  # as Ctrl-C: nothing half-written stays
     with console.BuildProgress() as progress:
         bundle = build_bundle(
             target, sources, output, BuildOptions(**options), force=force, self_check=self_check, report=progress
@@ -76,6 +79,10 @@ def build(
         _print_json(_bundle_json(bundle))
     else:
         console.show_built(bundle, time.perf_counter() - start)
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def _drafter_source(text: str) -> Any:
@@ -212,6 +219,8 @@ def generate(
     **options: Any,
 ) -> None:
     """Generate text, losslessly faster."""
+    if stream and (as_json or compare_ar or quiet or len(strategies) > 1):
+        raise UserError("--stream: shows the text of one strategy; leave out --json, --compare-ar and --quiet")
     from dflow_trt import console
     from dflow_trt.api import LLM
 
@@ -229,7 +238,9 @@ def generate(
     if as_json:
         _print_json({"runs": [_run_json(run) for run in runs]})
     else:
-        if not quiet:
+        if compare_ar and len(runs) > 1 and not quiet:
+            console.show_comparison(runs[0], runs[-1])
+        elif not quiet:
             for output in runs[-1].outputs:
                 console.show_text(output)
         console.show_runs(runs)
@@ -309,7 +320,8 @@ def _stream(llm: LLM, prompts: list[Prompt], params: SamplingParams, strategy: s
     """Prompts one after another; the pieces of a round in one colour: green where drafts were accepted."""
     for prompt in prompts:
         for piece in llm.generate_stream(prompt, params, strategy=strategy, draft_tokens=draft_tokens):
-            click.secho(piece.text, fg="green" if piece.num_accepted else None, nl=False)
+            text = piece.text if llm.tokenizer else "".join(f"{token} " for token in piece.token_ids)
+            click.secho(text, fg="green" if piece.num_accepted else None, nl=False)
             sys.stdout.flush()
             if piece.error:
                 raise UserError(piece.error)
@@ -324,14 +336,19 @@ def main() -> None:
     """The console script: user errors are one line and exit code 1."""
     try:
         cli(standalone_mode=False)
+        sys.stdout.flush()
     except UserError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(1)
-    except click.exceptions.Abort:
+    except (click.exceptions.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         sys.exit(130)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except BrokenPipeError:
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except OSError as error:
+        click.echo(f"error: {error.filename or 'the system'}: {error.strerror or error}", err=True)
         sys.exit(1)

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
+from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 from dflow_trt import contract as c
-from dflow_trt.api import RequestOutput
+from dflow_trt.api import CompletionOutput, RequestOutput
 from dflow_trt.bundle import Bundle
 from dflow_trt.memory import MemoryPlan, plan_memory, show_bytes
 from dflow_trt.spec import DrafterSpec, StackSpec
 
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+PLAIN_WIDTH = 200  # columns of a file or pipe: tables stay in one piece, and a line of text is a line
+TEXT_WIDTH = 140  # of texts side by side
+TEXT_LINES, TEXT_PROMPTS = 8, 3  # how much of them is shown
+
+
+def _console(stderr: bool = False) -> Console:
+    console = Console(stderr=stderr, highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = PLAIN_WIDTH
+    return console
+
+
+out, err = _console(), _console(stderr=True)
 
 
 class BuildProgress:
@@ -47,7 +62,7 @@ class BuildProgress:
         self._bar.advance(self._task, num_bytes)
 
     def note(self, line: str) -> None:
-        err.print(line)
+        err.print(escape(line))
 
 
 def _stack_line(stack: StackSpec, vocab: int) -> str:
@@ -72,7 +87,7 @@ def show_built(bundle: Bundle, seconds: float) -> None:
     """The closing lines of a build."""
     size = sum(entry.size for entry in bundle.files.values())
     strategies = ", ".join(bundle.strategies)
-    out.print(f"[bold]{bundle.path}[/]: {show_bytes(size)} in {len(bundle.files)} files, {seconds:.1f} s")
+    out.print(f"[bold]{escape(str(bundle.path))}[/]: {show_bytes(size)} in {len(bundle.files)} files, {seconds:.1f} s")
     out.print(f"strategies: {strategies}")
     out.print(f"memory: {memory_line(plan_memory(bundle))}")
     out.print(_check_line(bundle.self_check))
@@ -91,13 +106,19 @@ def _check_line(result: Mapping[str, Any]) -> str:
 
 def show_bundle(bundle: Bundle) -> None:
     """`dflow-trt inspect`: specs, engines, tensors, files, licences, memory."""
-    out.print(f"[bold]{bundle.path}[/]  format {c.FORMAT_VERSION}, {bundle.build.backend} {bundle.build.dtype}")
+    out.print(
+        f"[bold]{escape(str(bundle.path))}[/]  format {c.FORMAT_VERSION}, {bundle.build.backend} {bundle.build.dtype}"
+    )
     target = bundle.target
     out.print(f"target   {_stack_line(target.stack, target.vocab_size)}; {target.live_vocab} live ids")
-    out.print(f"         licence: {target.licence or 'not stated'}; fingerprint {bundle.target_fingerprint[:12]}")
+    out.print(
+        f"         licence: {escape(target.licence or 'not stated')}; fingerprint {bundle.target_fingerprint[:12]}"
+    )
     for name, entry in bundle.drafters.items():
         out.print(f"drafter  [bold]{name}[/]: {_drafter_line(entry.spec)}")
-        out.print(f"         licence: {entry.spec.licence or 'not stated'}; fingerprint {entry.fingerprint[:12]}")
+        out.print(
+            f"         licence: {escape(entry.spec.licence or 'not stated')}; fingerprint {entry.fingerprint[:12]}"
+        )
     build = bundle.build
     out.print(
         f"limits   batch {build.max_batch_size}, input {build.max_input_len}, sequence {build.max_seq_len}, "
@@ -118,9 +139,9 @@ def _engine_table(bundle: Bundle) -> Table:
 
 
 def _file_table(bundle: Bundle) -> Table:
-    table = Table("file", "size", "sha256", title="files", title_justify="left")
+    table = Table("file", Column("size", justify="right"), "sha256", title="files", title_justify="left")
     for name, entry in sorted(bundle.files.items()):
-        table.add_row(name, show_bytes(entry.size), entry.sha256[:16])
+        table.add_row(escape(name), show_bytes(entry.size), entry.sha256[:16])
     return table
 
 
@@ -155,18 +176,12 @@ class StrategyRun:
 
 
 def show_runs(runs: Sequence[StrategyRun]) -> None:
-    """The figures table: the first run is the baseline of the speed-up where there are several."""
-    columns = (
-        "strategy",
-        "tokens",
-        "target passes",
-        "tau emitted",
-        "tau accepted",
-        "tokens/s",
-        "speed-up",
-        "same tokens",
-    )
-    table = Table(*columns, title_justify="left")
+    """The figures table: the first run is the baseline of the speed-up where there are several.
+
+    tau: tokens a round; kept: drafts of them; passes: through the target; same: sequences token-equal to ar.
+    """
+    names = ("tokens", "passes", "tau", "kept", "tok/s", "speed-up", "same")
+    table = Table("strategy", *(Column(name, justify="right", no_wrap=True) for name in names), box=box.SIMPLE_HEAD)
     base = runs[0].figures
     for run in runs:
         f = run.figures
@@ -177,19 +192,47 @@ def show_runs(runs: Sequence[StrategyRun]) -> None:
     out.print(table)
 
 
+def show_comparison(baseline: StrategyRun, run: StrategyRun) -> None:
+    """The first texts of two runs side by side, the baseline on the left."""
+    columns = (Column(name, ratio=1, overflow="fold") for name in (baseline.strategy, run.strategy))
+    table = Table(*columns, box=box.SIMPLE_HEAD, width=min(out.width, TEXT_WIDTH), show_lines=False)
+    pairs = list(zip(baseline.outputs, run.outputs, strict=True))
+    for i, (left, right) in enumerate(pairs[:TEXT_PROMPTS]):
+        prompt = left.prompt if left.prompt is not None else f"prompt of {len(left.prompt_token_ids)} tokens"
+        line = Text(" ".join(prompt.split()), style="dim", no_wrap=True, overflow="ellipsis")
+        table.add_row(line, _verdict(left, right))
+        table.add_row(_clipped(left), _clipped(right), end_section=i + 1 < min(len(pairs), TEXT_PROMPTS))
+    out.print(table)
+    if len(pairs) > TEXT_PROMPTS:
+        out.print(f"  [dim]and {len(pairs) - TEXT_PROMPTS} more prompts; --json prints every text[/]")
+
+
+def _verdict(left: RequestOutput, right: RequestOutput) -> Text:
+    if left.token_ids != right.token_ids:
+        return Text("other tokens than ar", style="bold red")
+    stats = right.stats
+    return Text(f"the same {stats.output_tokens} tokens in {stats.target_passes} target passes", style="green")
+
+
+def _clipped(output: RequestOutput) -> Text:
+    """The first sample's text, its first lines."""
+    lines = _shown_text(output.outputs[0]).strip("\n").split("\n")
+    text = "\n".join(lines[:TEXT_LINES])[: TEXT_LINES * TEXT_WIDTH // 2]
+    return Text(text + (" …" if len(text) < len("\n".join(lines)) else ""))
+
+
+def _shown_text(sample: CompletionOutput) -> str:
+    """The text; token ids where there is no tokenizer."""
+    return sample.text if sample.text or not sample.token_ids else " ".join(map(str, sample.token_ids))
+
+
 def show_text(output: RequestOutput) -> None:
     """The samples of one prompt."""
     for sample in output.outputs:
         label = f" [{sample.index}]" if len(output.outputs) > 1 else ""
-        if output.prompt is not None:
-            out.print(f"[dim]{_escaped(output.prompt)}[/]", end="")
-        text = sample.text if sample.text or not sample.token_ids else " ".join(map(str, sample.token_ids))
-        out.print(f"{_escaped(text)}[dim]{label} ({sample.finish_reason})[/]\n", soft_wrap=True)
+        line = Text(output.prompt or "", style="dim")
+        line.append_text(Text(_shown_text(sample), style="not dim"))
+        line.append_text(Text(f"{label} ({sample.finish_reason})\n"))
+        out.print(line, soft_wrap=True)
         if sample.error:
-            err.print(f"error: {sample.error}")
-
-
-def _escaped(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
+            err.print(f"error: {escape(sample.error)}")

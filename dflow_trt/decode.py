@@ -59,7 +59,7 @@ class Decoder:
         self._bundle, self._runtime, self._max_queue = bundle, runtime, max_queue
         self._queue: deque[Slot] = deque()
         self._slots: list[Slot] = []  # decoding requests first, then those in prefill
-        self._cancelled: set[str] = set()
+        self._cancels: deque[str] = deque()  # appended to from any thread
         self._min_rows = 2 if bundle.target.stack.heads_per_group == 1 else 1
         self._workspace = Workspace(bundle.target.live_vocab)
         self._round = _Round()
@@ -124,7 +124,7 @@ class Decoder:
         """End a request at the next step, whatever its phase; False if it is not here."""
         known = any(slot.request.id == request_id for slot in (*self._queue, *self._slots))
         if known:
-            self._cancelled.add(request_id)
+            self._cancels.append(request_id)
         return known
 
     # -- one round ---------------------------------------------------------------------------------------------------
@@ -144,13 +144,12 @@ class Decoder:
         return RoundResult(tuple(self._round.emissions), spent)
 
     def _drop_cancelled(self) -> None:
-        if not self._cancelled:
+        cancelled = {self._cancels.popleft() for _ in range(len(self._cancels))}
+        if not cancelled:
             return
-        for slot in [slot for slot in (*self._queue, *self._slots) if slot.request.id in self._cancelled]:
+        for slot in [slot for slot in (*self._queue, *self._slots) if slot.request.id in cancelled]:
             self._emit(slot, Accepted((), 0, "cancelled"), (), 0)
-            if slot in self._queue:
-                self._queue.remove(slot)
-        self._cancelled.clear()
+        self._queue = deque(slot for slot in self._queue if slot.request.id not in cancelled)
         self._retire()
 
     def _admit(self) -> None:
@@ -170,7 +169,7 @@ class Decoder:
         for i, slot in enumerate(decoding):
             if live[i]:
                 self._accept(slot, i, drafts[i], passed)
-        self._keep_pending(decoding, passed.slots)
+        self._keep_pending(decoding, live, passed.slots)
         return passed.feeds[c.INPUT_IDS.name].size
 
     def _wanted(self, slot: Slot, hold: Collection[str]) -> int:
@@ -266,13 +265,13 @@ class Decoder:
             if drafter is not None:
                 self._run(c.CONTEXT, drafter, passed.slots, {name: passed.feeds[name] for name in names})
 
-    def _keep_pending(self, rows: Sequence[Slot], slots: range) -> None:
-        """Keep the h rows of this verify pass for those requests whose next draft is relayed."""
+    def _keep_pending(self, rows: Sequence[Slot], live: Sequence[bool], slots: range) -> None:
+        """Keep the h rows of this verify pass for those requests in it whose next draft is relayed."""
         for drafter in dict.fromkeys(slot.request.strategy.drafter for slot in rows):
             keep = {
                 slots[i]: slot.relay.drafted + 1
                 for i, slot in enumerate(rows)
-                if slot.relay is not None and slot.request.strategy.drafter == drafter
+                if live[i] and slot.relay is not None and slot.request.strategy.drafter == drafter
             }
             if keep and drafter is not None:
                 self._runtime.keep_pending(drafter, keep, slots)
@@ -281,21 +280,22 @@ class Decoder:
 
     def _accept(self, slot: Slot, row: int, drafts: tuple[int, ...], passed: _Pass) -> None:
         picks: list[Pick] = []
+        error = None
         try:
             accepted = accept(drafts, lambda i: self._choose(slot, passed, row, i, picks), lambda t: self._finish(slot))
-        except UserError as error:
-            self._emit(slot, Accepted((), 0, "error"), (), len(drafts), str(error))
-            return
+        except UserError as failure:  # of this request alone; what came before it were accepted drafts
+            accepted = Accepted(tuple(pick.token for pick in picks), len(picks), "error")
+            error = str(failure)
         slot.kv_len += len(accepted.tokens)
-        slot.relay = (
-            relay_state(drafts, accepted.tokens, accepted.num_accepted) if slot.request.strategy.relay else None
-        )
+        slot.relay = None
+        if slot.request.strategy.relay and error is None:
+            slot.relay = relay_state(drafts, accepted.tokens, accepted.num_accepted)
         stats = slot.stats
         stats.rounds += 1
         stats.drafted += len(drafts)
         stats.accepted += accepted.num_accepted
         stats.emitted += len(accepted.tokens)
-        self._emit(slot, accepted, picks, len(drafts))
+        self._emit(slot, accepted, picks, len(drafts), error)
 
     def _choose(self, slot: Slot, passed: _Pass, row: int, i: int, picks: list[Pick]) -> int:
         """The target's own token at row i, committed."""

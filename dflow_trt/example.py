@@ -13,7 +13,10 @@ DATA = "example_data"
 
 def write_example(folder: Path) -> list[str]:
     """Copy the example's parts into ``folder`` (created); parts that are there already are refused, not replaced."""
-    with as_file(files("dflow_trt") / DATA) as source:
+    data = files("dflow_trt") / DATA
+    if not data.is_dir():
+        raise UserError("example: this installation has no example data; install the dflow-trt wheel again")
+    with as_file(data) as source:
         names = sorted(entry.name for entry in source.iterdir())
         for name in names:
             if (folder / name).exists():

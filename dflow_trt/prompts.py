@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
     Blank lines are skipped; other fields (id, task, ...) are left out. UserError names the file, line and fault.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UserError(f"--prompts: {path}: {reason}; give a JSONL file") from None
@@ -28,11 +29,35 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
 
 
 def _prompt(path: Path, number: int, line: str) -> dict[str, Any]:
+    where = f"--prompts: {path} line {number}"
     try:
         data = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"--prompts: {path} line {number}: no JSON ({error})") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: no JSON ({error})") from None
     given = [kind for kind in KINDS if isinstance(data, dict) and kind in data]
     if len(given) != 1:
-        raise UserError(f"--prompts: {path} line {number}: needs exactly one of {', '.join(KINDS)}")
-    return {given[0]: data[given[0]]}
+        raise UserError(f"{where}: needs exactly one of {', '.join(KINDS)}")
+    kind, value = given[0], data[given[0]]
+    if not _FITS[kind](value):
+        raise UserError(f"{where}: {kind} is {json.dumps(value)[:60]}; allowed: {_ALLOWED[kind]}")
+    return {kind: value}
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str)
+
+
+def _list_of(value: Any, fits: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(fits, value))
+
+
+_FITS: dict[str, Callable[[Any], bool]] = {
+    "prompt": lambda value: isinstance(value, str),
+    "messages": lambda value: _list_of(value, _is_message),
+    "prompt_token_ids": lambda value: _list_of(value, lambda item: type(item) is int),
+}
+_ALLOWED = {
+    "prompt": "a text",
+    "messages": "a list of objects with role and content",
+    "prompt_token_ids": "a list of token ids",
+}

@@ -58,10 +58,11 @@ def quantised(weights: Weights, names: Sequence[str], padded: int | None = None)
     for name in names:
         for start, rows in row_chunks(weights, name):
             values = rows.astype(np.float32)
-            peak = np.abs(values).max(axis=1)
+            peak = np.maximum(values.max(axis=1), -values.min(axis=1))
             channels = slice(offset + start, offset + start + len(rows))
             scale[channels] = np.where(peak > 0, peak, np.float32(1)) / np.float32(127)
-            out[:, channels] = np.rint(values / scale[channels, None]).T
+            values /= scale[channels, None]
+            out[:, channels] = np.rint(values, out=values).astype(np.int8).T  # narrow first: the transpose is the cost
         offset += weights.shape(name)[0]
     return out, scale
 

@@ -135,21 +135,27 @@ _TASKS = {
 TASK_NAMES = tuple(_TASKS)
 
 
-def make_example(rng: random.Random, task: str | None = None) -> Example:
-    """Draw one worksheet, of a given task or of one chosen at random; its lines are labelled a), b), c)..."""
+def make_example(rng: random.Random, task: str | None = None, most_lines: int | None = None) -> Example:
+    """Draw one worksheet, of a given task or of one chosen at random; its lines are labelled a), b), c)...
+
+    With `most_lines` it has 1 to `most_lines` lines (at most the task's own limit), else as many as the task asks for.
+    """
     name = task or rng.choice(TASK_NAMES)
     chosen = _TASKS[name]
-    lines = [chosen.line(rng) for _ in range(rng.randint(chosen.fewest, chosen.most))]
+    fewest, most = (chosen.fewest, chosen.most) if most_lines is None else (1, min(most_lines, chosen.most))
+    lines = [chosen.line(rng) for _ in range(rng.randint(fewest, most))]
     asked = [f"{label}) {question}" for label, (question, _) in zip(ascii_lowercase, lines, strict=False)]
     answered = [f"{label}) {answer}" for label, (_, answer) in zip(ascii_lowercase, lines, strict=False)]
     return Example(name, "\n".join([rng.choice(chosen.headings), *asked]), "\n".join(answered))
 
 
-def stream_examples(seed: int, excluded: frozenset[str] = frozenset()) -> Iterator[Example]:
+def stream_examples(
+    seed: int, excluded: frozenset[str] = frozenset(), most_lines: int | None = None
+) -> Iterator[Example]:
     """Endless worksheets from one seed, none with a prompt in `excluded` (the held-out ones)."""
     rng = random.Random(seed)
     while True:
-        example = make_example(rng)
+        example = make_example(rng, most_lines=most_lines)
         if example.prompt not in excluded:
             yield example
 

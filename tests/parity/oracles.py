@@ -88,7 +88,7 @@ class RelayOracle:
         w, state = self.weights, h.astype(np.float64)
         joined = np.concatenate([self.table[bonus], self.table[reject], state])
         inner = w["relay_mlp.0.weight"] @ joined + w["relay_mlp.0.bias"]
-        inner = inner / (1 + np.exp(-inner))
+        inner = inner * np.exp(-np.logaddexp(0, -inner))
         beta, gamma = np.split(w["relay_mlp.2.weight"] @ inner + w["relay_mlp.2.bias"], 2)
         centred = state - state.mean()
         normed = centred / np.sqrt((centred**2).mean() + self.eps)

@@ -17,14 +17,14 @@ pytest.importorskip("transformers", reason="the reference is transformers' Qwen3
 pytest.importorskip("dflash", reason="the reference is the dflash package")
 
 ROUNDS, CHUNK, PROMPTS = 9, 16, (47, 30, 11)
-TARGET: dict[str, Any] = {"num_hidden_layers": 5}
+TARGET: dict[str, Any] = {"num_hidden_layers": 4}
 WINDOW = {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}
 BOTH = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "block of 2": {"block_size": 2},
     "block of 16": {"block_size": 16},
-    "taps out of order": {"taps": (3, 0, 2)},
+    "taps out of order": {"taps": (2, 0, 1)},
     "one tap": {"taps": (2,)},
     "one layer": {"num_hidden_layers": 1},
     "sliding window, causal by default": WINDOW,
@@ -40,7 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
     "softcap": {"final_logit_softcapping": 1.5},
     "scale, multiplier and softcap": {
         "input_embedding_scale": 0.5,
-        "output_multiplier": 2.0,
+        "output_multiplier": 1.25,
         "final_logit_softcapping": 3.0,
     },
     "keys at the top level": {"top_level": True, "output_multiplier": 0.5},
@@ -145,21 +145,22 @@ class Chain:
 
 
 def _target_keys(drafter: dict[str, Any]) -> dict[str, Any]:
-    """The target of a case: five layers; the drafter writes its own attention keys over those it inherits."""
+    """The target of a case: four layers; the drafter writes its own attention keys over those it inherits."""
     return {**TARGET, "dtype": drafter.get("dtype", "float32")}
 
 
 def _compare(chain: Chain) -> tuple[float, int]:
     """(largest difference of logits, blocks): proposals must be equal wherever the oracle's are clear."""
-    worst, blocks = 0.0, 0
+    worst, blocks, rows, unclear = 0.0, 0, 0, 0
     for drafted in chain.run():
         worst = max(worst, float(np.abs(drafted.ours_KV - drafted.theirs_KV).max()))
         top = np.sort(drafted.theirs_KV, axis=-1)[:, -2:]
         clear = top[:, 1] - top[:, 0] > 2 * TOLERANCE["draft logits"]
-        assert clear.mean() > 0.5
+        rows, unclear = rows + len(clear), unclear + int((~clear).sum())
         if worst <= TOLERANCE["draft logits"]:
             np.testing.assert_array_equal(drafted.ids_K[clear], drafted.theirs_KV.argmax(-1)[clear])
         blocks += 1
+    assert unclear <= 0.05 * rows
     return worst, blocks
 
 
@@ -167,7 +168,7 @@ def _compare(chain: Chain) -> tuple[float, int]:
 def test_chained_rounds_equal_the_dflash_package(
     tmp_path: Path, keys: dict[str, Any], measure: Any
 ) -> None:
-    pair = build_pair(tmp_path, _target_keys(keys), {"draft": {"taps": (1, 3), **keys}})
+    pair = build_pair(tmp_path, _target_keys(keys), {"draft": {"taps": (0, 2), **keys}})
     chain = Chain(pair, Engines(pair.bundle))
     worst, blocks = _compare(chain)
     measure("draft logits", worst)
@@ -178,10 +179,10 @@ def test_chained_rounds_equal_the_dflash_package(
 
 
 def test_two_drafters_of_one_bundle_read_their_own_taps(tmp_path: Path, measure: Any) -> None:
-    first = {"taps": (3, 1), "seed": 1}
-    second = {"taps": (0, 3, 2), "seed": 2, "block_size": 5, "num_hidden_layers": 3}
+    first = {"taps": (2, 1), "seed": 1}
+    second = {"taps": (1, 0), "seed": 2, "block_size": 5, "num_hidden_layers": 3}
     pair = build_pair(tmp_path, TARGET, {"first": first, "second": second})
-    assert pair.bundle.taps == (3, 1, 0, 2)
+    assert pair.bundle.taps == (2, 1, 0)
     chain = Chain(pair, Engines(pair.bundle))
     worst, blocks = _compare(chain)
     measure("draft logits", worst)
@@ -200,7 +201,7 @@ def test_a_wrong_tap_offset_makes_the_comparison_fail(tmp_path: Path, offset: in
 
 
 def test_taps_in_another_order_make_the_comparison_fail(tmp_path: Path) -> None:
-    pair = build_pair(tmp_path, TARGET, {"draft": {"taps": (3, 1)}})
+    pair = build_pair(tmp_path, TARGET, {"draft": {"taps": (2, 1)}})
     chain = Chain(pair, Engines(pair.bundle))
     chain.features["draft"] = [np.roll(rows, rows.shape[1] // 2, axis=-1) for rows in chain.features["draft"]]
     assert _compare(chain)[0] > TOLERANCE["draft logits of a wrong tap, at least"]
@@ -221,7 +222,7 @@ def test_what_stale_cache_rows_hold_changes_no_draft(tmp_path: Path) -> None:
 def test_an_int8_drafter_agrees_with_the_float_one(
     tmp_path: Path, keys: dict[str, Any], measure: Any
 ) -> None:
-    drafters = {"draft": {"taps": (1, 3), **keys}}
+    drafters = {"draft": {"taps": (0, 2), **keys}}
     pair = build_pair(tmp_path, TARGET, drafters, draft_weights="int8")
     same, total = 0, 0
     for drafted in Chain(pair, Engines(pair.bundle)).run():
@@ -235,7 +236,7 @@ def test_an_int8_drafter_agrees_with_the_float_one(
 @pytest.mark.parametrize("weights", ["float", "int8"])
 def test_drafts_of_a_request_do_not_depend_on_its_batch_or_call_shape(tmp_path: Path, weights: str) -> None:
     """Alone or among others, in any slot, over a longer cache slice, its prompt chunked otherwise, on two threads."""
-    pair = build_pair(tmp_path, TARGET, {"draft": {"taps": (3, 1)}}, draft_weights=weights)
+    pair = build_pair(tmp_path, TARGET, {"draft": {"taps": (2, 1)}}, draft_weights=weights)
     rng = np.random.default_rng(7)
     prompts = [random_tokens(rng, length, 256) for length in (61, 37, 90, 5, 61, 20, 44, 3)]
 
