@@ -97,7 +97,7 @@ def _build(options: ExampleOptions) -> Bundle:
 
 
 def _prompt_ids(options: ExampleOptions, llm: LLM) -> list[list[int]]:
-    """The first prompts of prompts.jsonl as token ids; random ids where the pair has none."""
+    """The first prompts of prompts.jsonl as chats, in token ids; random ids where the pair has none."""
     file = options.pair / "prompts.jsonl"
     if not file.is_file() or llm.tokenizer is None:
         rng = random.Random(0)
@@ -110,14 +110,11 @@ def _encode(llm: LLM, prompt: dict[str, Any]) -> list[int]:
     assert llm.tokenizer is not None
     if "prompt_token_ids" in prompt:
         return list(prompt["prompt_token_ids"])
-    if "messages" in prompt:
-        return llm.tokenizer.encode_chat(prompt["messages"])
-    return llm.tokenizer.encode(prompt["prompt"])
+    messages = prompt.get("messages") or [{"role": "user", "content": prompt["prompt"]}]
+    return llm.tokenizer.encode_chat(messages)
 
 
-def _ours(
-    bundle: Bundle, llms: dict[int, LLM], prompts: Sequence[Sequence[int]], max_tokens: int
-) -> list[Contender]:
+def _ours(bundle: Bundle, llms: dict[int, LLM], prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Contender]:
     params = SamplingParams(max_tokens=max_tokens)
     asked = [{"prompt_token_ids": ids} for ids in prompts]
 

@@ -1,8 +1,8 @@
 """Make the example pair that ships with dflow-trt: texts, tokenizer, target, DFlash drafter, DFlow drafter.
 
-Everything is drawn from one seed. A worksheet domain (`dflow_trt.training.texts`) gives the texts; a small Qwen3
-target learns to answer them; a one-layer DFlash drafter learns from the target's own answers; DFlow continues from that
-drafter with self-conditioned rounds and the relay. Takes some 20 minutes on one core.
+Everything is drawn from one seed. A worksheet domain (`dflow_trt.training.texts`) gives the texts; a small
+Qwen3 target learns to answer them; a one-layer DFlash drafter learns from the target's own answers; DFlow
+continues from that drafter with self-conditioned rounds and the relay. Takes some 20 minutes on one core.
 
     python build_scripts/make_example.py --output example/
     python build_scripts/make_example.py --output example/ --target example/target   # keep a finished target
@@ -47,6 +47,7 @@ from dflow_trt.training.texts import (
     TASK_NAMES,
     Example,
     held_out_examples,
+    stream_copies,
     stream_examples,
 )
 
@@ -55,6 +56,15 @@ MAX_POSITIONS = 1024
 SPECIAL_TOKENS = [END, TURN_START, TURN_END, MASK, PAD]
 
 console = Console(stderr=True)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of the target's training: worksheets of 1 to `most_lines` lines."""
+
+    optimiser: OptimiserSettings
+    batch_size: int
+    most_lines: int
 
 
 @dataclass(frozen=True)
@@ -71,20 +81,15 @@ class Recipe:
     taps: tuple[int, ...] = (1, 3, 4)
     relay_start: str = "after_rejection"
     max_new_tokens: int = 160
-    trajectories: int = 3000
+    trajectories: int = 2000
     held_out_per_task: int = 30
-    target: OptimiserSettings = field(
-        default_factory=lambda: OptimiserSettings(2000, 2e-3, weight_decay=0.05)
-    )
-    target_batch: int = 24
+    copying: Stage = Stage(OptimiserSettings(250, 2e-3), batch_size=64, most_lines=8)
+    short: Stage = Stage(OptimiserSettings(700, 2e-3, weight_decay=0.05), batch_size=16, most_lines=10)
+    long: Stage = Stage(OptimiserSettings(1200, 1.5e-3, weight_decay=0.05), batch_size=16, most_lines=26)
     drafter_batch: int = 16
-    dflash: DrafterSettings = field(
-        default_factory=lambda: DrafterSettings(OptimiserSettings(2000, 3e-3), anchors=12)
-    )
+    dflash: DrafterSettings = field(default_factory=lambda: DrafterSettings(OptimiserSettings(2000, 3e-3), anchors=12))
     dflow: DrafterSettings = field(
-        default_factory=lambda: DrafterSettings(
-            OptimiserSettings(500, 1.5e-3), anchors=12, rounds=3, relay=True
-        )
+        default_factory=lambda: DrafterSettings(OptimiserSettings(400, 1.5e-3), anchors=12, rounds=3, relay=True)
     )
 
 
@@ -150,9 +155,20 @@ def reference(tokenizer: PreTrainedTokenizerFast, example: Example) -> Trajector
     return Trajectory(prompt_ids(tokenizer, example.prompt), tuple(answer))
 
 
-def make_target(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, excluded: frozenset[str]
-) -> Qwen3ForCausalLM:
+def copy_exercise(tokenizer: PreTrainedTokenizerFast, lines: Sequence[tuple[str, str]]) -> Trajectory:
+    """A list to copy out, of which only the copied values count in the loss."""
+    text = "\n".join(label + value for label, value in lines)
+    response: list[int] = []
+    weights: list[float] = []
+    for label, value in lines:
+        for piece, weight in ((label, 0.0), (value, 1.0), ("\n", 0.0)):
+            ids = tokenizer.encode(piece, add_special_tokens=False)
+            response += ids
+            weights += [weight] * len(ids)
+    return Trajectory(prompt_ids(tokenizer, f"Copy the list.\n{text}"), tuple(response), tuple(weights))
+
+
+def make_target(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, excluded: frozenset[str]) -> Qwen3ForCausalLM:
     """Train the target on right answers, on a stream of worksheets that never repeats."""
     torch.manual_seed(recipe.seed)
     config = Qwen3Config(
@@ -168,18 +184,24 @@ def make_target(
         pad_token_id=tokenizer.pad_token_id,
         do_sample=False,
     )
-    examples = (reference(tokenizer, example) for example in stream_examples(recipe.seed + 1, excluded))
-    batches = length_bucketed(
-        examples, recipe.target_batch, tokenizer.pad_token_id, random.Random(recipe.seed)
-    )
-    with progress("target", recipe.target.steps) as on_step:
-        train_language_model(model, batches, recipe.target, bf16=True, on_step=on_step)
+    copies = (copy_exercise(tokenizer, lines) for lines in stream_copies(recipe.seed + 1, recipe.copying.most_lines))
+    train_stage("copying", model, copies, recipe.copying, recipe.seed)
+    for title, stage in (("short", recipe.short), ("long", recipe.long)):
+        texts = stream_examples(recipe.seed + stage.most_lines, excluded, stage.most_lines)
+        train_stage(title, model, (reference(tokenizer, text) for text in texts), stage, recipe.seed)
     return model
 
 
-def qwen3_fields(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, layers: int, ffn: int
-) -> dict[str, object]:
+def train_stage(
+    title: str, model: Qwen3ForCausalLM, trajectories: Iterator[Trajectory], stage: Stage, seed: int
+) -> None:
+    """One stage of the target's training, with a progress bar."""
+    batches = length_bucketed(trajectories, stage.batch_size, model.config.pad_token_id, random.Random(seed))
+    with progress(title, stage.optimiser.steps) as on_step:
+        train_language_model(model, batches, stage.optimiser, bf16=True, on_step=on_step)
+
+
+def qwen3_fields(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, layers: int, ffn: int) -> dict[str, object]:
     """What target and drafter have in common."""
     return {
         "vocab_size": len(tokenizer),
@@ -247,9 +269,7 @@ def line_accuracy(
             right.setdefault(example.task, []).append(answered[index : index + 1] == [line])
     everything = [line for lines in right.values() for line in lines]
     shares = {task: sum(lines) / len(lines) for task, lines in right.items()}
-    return {
-        task: round(share, 3) for task, share in {**shares, "all": sum(everything) / len(everything)}.items()
-    }
+    return {task: round(share, 3) for task, share in {**shares, "all": sum(everything) / len(everything)}.items()}
 
 
 def measure(
@@ -322,9 +342,7 @@ def make_pair(recipe: Recipe, output: Path, finished_target: Path | None) -> dic
     with timed(seconds, "dflow"):
         dflow = with_relay(dflash, recipe.relay_start)
         with progress("dflow", recipe.dflow.optimiser.steps) as on_step:
-            train_drafter(
-                dflow, target, shuffled(batches, recipe.seed + 1), recipe.dflow, recipe.seed + 1, on_step
-            )
+            train_drafter(dflow, target, shuffled(batches, recipe.seed + 1), recipe.dflow, recipe.seed + 1, on_step)
     tau["dflow"] = measure(dflow, target, held_out, pad_id, relay=True)
     tau["dflow_relay_off"] = measure(dflow, target, held_out, pad_id, relay=False)
     console.print(f"dflow: {tau['dflow']}\nrelay off: {tau['dflow_relay_off']}")
@@ -359,9 +377,7 @@ def answer(
             on_step(done - 1, 0.0)
 
         end_ids = model.generation_config.eos_token_id
-        return generate_trajectories(
-            model, prompts, end_ids, tokenizer.pad_token_id, limit, on_batch=on_batch
-        )
+        return generate_trajectories(model, prompts, end_ids, tokenizer.pad_token_id, limit, on_batch=on_batch)
 
 
 def write_prompts(path: Path, examples: Sequence[Example]) -> None:
@@ -405,8 +421,9 @@ def write_cards(output: Path, recipe: Recipe, figures: dict[str, object]) -> Non
     tau: dict[str, dict[str, float]] = figures["tau"]  # type: ignore[assignment]
     accuracy: dict[str, float] = figures["line_accuracy"]  # type: ignore[assignment]
     measured = (
-        f"Measured on {tau['dflash']['prompts']} held-out prompts (`prompts.jsonl`), greedy, block {recipe.block_size}, "
-        "mean tokens emitted a round, the bonus token counted:\n\n"
+        f"Measured on {tau['dflash']['prompts']} held-out prompts (`prompts.jsonl`), greedy, "
+        f"block {recipe.block_size}; tau is the mean\n"
+        "number of tokens a round, with (emitted) or without (accepted) the bonus token:\n\n"
         "| drafter | tau_emitted | tau_accepted |\n| --- | --- | --- |\n"
         + "".join(
             f"| {name} | {tau[key]['tau_emitted']:.2f} | {tau[key]['tau_accepted']:.2f} |\n"
@@ -418,8 +435,8 @@ def write_cards(output: Path, recipe: Recipe, figures: dict[str, object]) -> Non
         )
     )
     accurate = (
-        f"On {tau['dflash']['prompts']} held-out prompts {accuracy['all']:.1%} of its answer lines are right; an answer "
-        f"has {figures['mean_response_tokens']} tokens on average."
+        f"On {tau['dflash']['prompts']} held-out prompts {accuracy['all']:.1%} of its answer lines are right;\n"
+        f"an answer has {figures['mean_response_tokens']} tokens on average."
     )
     cards = {
         "target": (
@@ -441,20 +458,14 @@ def write_cards(output: Path, recipe: Recipe, figures: dict[str, object]) -> Non
         ),
     }
     for folder, (title, what, measurements) in cards.items():
-        card = CARD_HEAD.format(
-            title=title, what=what, seed=recipe.seed, vocab=recipe.vocab_size, figures=measurements
-        )
+        card = CARD_HEAD.format(title=title, what=what, seed=recipe.seed, vocab=recipe.vocab_size, figures=measurements)
         (output / folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder to write the pair to")
-    parser.add_argument(
-        "--target", type=Path, help="a finished target folder to keep, instead of training one"
-    )
+    parser.add_argument("--target", type=Path, help="a finished target folder to keep, instead of training one")
     parser.add_argument("--seed", type=int, default=Recipe.seed)
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
     arguments = parser.parse_args()

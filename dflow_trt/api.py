@@ -171,6 +171,7 @@ class LLM:
         self._max_queue = max_queue
         self._decoder = Decoder(self.bundle, self._runtime, max_queue, slots)
         self._lock = threading.Lock()
+        self._running_in: int | None = None
         self._ids = itertools.count()
         self.last_rounds: list[RoundResult] = []
 
@@ -250,7 +251,10 @@ class LLM:
         )
 
     def _run(self, samples: Sequence[_Sample]) -> Iterator[StreamOutput]:
+        if self._running_in == threading.get_ident():
+            raise UserError("generate: a stream of this LLM is open in this thread; read it to its end or close it")
         with self._lock:
+            self._running_in = threading.get_ident()
             waiting, by_id = deque(samples), {sample.request.id: sample for sample in samples}
             self.last_rounds = []
             try:
@@ -262,6 +266,7 @@ class LLM:
                     for emission in result.emissions:
                         yield by_id[emission.request_id].take(emission)
             finally:
+                self._running_in = None
                 self._abandon(by_id)
 
     def _abandon(self, ids: Mapping[str, Any]) -> None:

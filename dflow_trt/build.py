@@ -112,7 +112,7 @@ def build_bundle(
     source = read_target(target)
     drafts = _read_drafters(drafters, source.spec)
     spec = _build_spec(options, source.spec, max((d.spec.block_size for d in drafts), default=1))
-    backend.check(spec)
+    backend.check(spec, source.spec)
     estimate = estimate_bytes(source, drafts, spec)
     _check_disk(output, estimate)
     with _staged(output) as folder:
@@ -138,13 +138,13 @@ def _read_drafters(sources: Sequence[DrafterSource], target: TargetSpec) -> list
 
 
 def _build_spec(options: BuildOptions, target: TargetSpec, block_size: int) -> BuildSpec:
-    seq = options.max_seq_len or min(DEFAULT_SEQ, target.max_position)
+    seq = min(DEFAULT_SEQ, target.max_position) if options.max_seq_len is None else options.max_seq_len
     max_input = min(DEFAULT_INPUT, seq - 1) if options.max_input_len is None else options.max_input_len
-    tokens = options.max_num_tokens or max(DEFAULT_TOKENS, options.max_batch_size * block_size)
+    lowest = options.max_batch_size * block_size
+    tokens = max(DEFAULT_TOKENS, lowest) if options.max_num_tokens is None else options.max_num_tokens
     _check_range("--max-batch-size", options.max_batch_size, 1, None)
     _check_range("--max-seq-len", seq, 2, target.max_position, "the target's max_position_embeddings")
     _check_range("--max-input-len", max_input, 1, seq - 1, "max_seq_len - 1")
-    lowest = options.max_batch_size * block_size
     _check_range(
         "--max-num-tokens", tokens, lowest, None, f"max_batch_size {options.max_batch_size} x block {block_size}"
     )

@@ -41,7 +41,7 @@ class BuildProgress:
 
     def __init__(self) -> None:
         columns = (SpinnerColumn(), TextColumn("{task.description:<12}"), BarColumn(), DownloadColumn())
-        self._bar = Progress(*columns, TimeElapsedColumn(), console=err, transient=True)
+        self._bar = Progress(*columns, TimeElapsedColumn(), console=err, transient=True, disable=not err.is_terminal)
         self._task: Any = None
 
     def __enter__(self) -> Self:
@@ -83,14 +83,19 @@ def memory_line(plan: MemoryPlan) -> str:
     return f"weights {show_bytes(plan.weights)}, {caches}, state and outputs {state}: {show_bytes(plan.total)} in all"
 
 
+def _say(line: str) -> None:
+    """A line of text: the terminal may wrap it, a file gets it whole."""
+    out.print(line, soft_wrap=True)
+
+
 def show_built(bundle: Bundle, seconds: float) -> None:
     """The closing lines of a build."""
     size = sum(entry.size for entry in bundle.files.values())
     strategies = ", ".join(bundle.strategies)
-    out.print(f"[bold]{escape(str(bundle.path))}[/]: {show_bytes(size)} in {len(bundle.files)} files, {seconds:.1f} s")
-    out.print(f"strategies: {strategies}")
-    out.print(f"memory: {memory_line(plan_memory(bundle))}")
-    out.print(_check_line(bundle.self_check))
+    _say(f"[bold]{escape(str(bundle.path))}[/]: {show_bytes(size)} in {len(bundle.files)} files, {seconds:.1f} s")
+    _say(f"strategies: {strategies}")
+    _say(f"memory: {memory_line(plan_memory(bundle))}")
+    _say(_check_line(bundle.self_check))
 
 
 def _check_line(result: Mapping[str, Any]) -> str:
@@ -106,25 +111,19 @@ def _check_line(result: Mapping[str, Any]) -> str:
 
 def show_bundle(bundle: Bundle) -> None:
     """`dflow-trt inspect`: specs, engines, tensors, files, licences, memory."""
-    out.print(
-        f"[bold]{escape(str(bundle.path))}[/]  format {c.FORMAT_VERSION}, {bundle.build.backend} {bundle.build.dtype}"
-    )
+    _say(f"[bold]{escape(str(bundle.path))}[/]  format {c.FORMAT_VERSION}, {bundle.build.backend} {bundle.build.dtype}")
     target = bundle.target
-    out.print(f"target   {_stack_line(target.stack, target.vocab_size)}; {target.live_vocab} live ids")
-    out.print(
-        f"         licence: {escape(target.licence or 'not stated')}; fingerprint {bundle.target_fingerprint[:12]}"
-    )
+    _say(f"target   {_stack_line(target.stack, target.vocab_size)}; {target.live_vocab} live ids")
+    _say(f"         licence: {escape(target.licence or 'not stated')}; fingerprint {bundle.target_fingerprint[:12]}")
     for name, entry in bundle.drafters.items():
-        out.print(f"drafter  [bold]{name}[/]: {_drafter_line(entry.spec)}")
-        out.print(
-            f"         licence: {escape(entry.spec.licence or 'not stated')}; fingerprint {entry.fingerprint[:12]}"
-        )
+        _say(f"drafter  [bold]{name}[/]: {_drafter_line(entry.spec)}")
+        _say(f"         licence: {escape(entry.spec.licence or 'not stated')}; fingerprint {entry.fingerprint[:12]}")
     build = bundle.build
-    out.print(
+    _say(
         f"limits   batch {build.max_batch_size}, input {build.max_input_len}, sequence {build.max_seq_len}, "
         f"tokens a pass {build.max_num_tokens}; weights: target {build.target_weights}, drafters {build.draft_weights}"
     )
-    out.print(f"memory   {memory_line(plan_memory(bundle))}")
+    _say(f"memory   {memory_line(plan_memory(bundle))}")
     out.print(_engine_table(bundle), _file_table(bundle))
 
 

@@ -7,6 +7,7 @@ behind a full cache, so that windows and slow rotations show. ``full`` runs whol
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from dflow_trt.spec import CACHE_STEP, WeightForm
 # (root mean square, largest) difference allowed, relative to the root mean square of the reference. An int8 activation
 # that rounds the other way moves single results by a level; a wrong weight, layout or mask moves many by about 1.
 TOLERANCE: dict[WeightForm, tuple[float, float]] = {"float": (1e-3, 1e-3), "int8": (3e-2, 2e-1)}
+NOISE_RMS, NOISE_PEAK, MOST = 2.0, 12.0, 0.5  # the same, relative to the quantisation noise; and the limit of it all
 WHOLE_ENGINE = 5  # rounding adds up over the layers of a whole engine
 WHOLE_SECTIONS = (".logits", ".draft")
 ROWS, CONTEXT_ROWS, SAMPLE_ROWS = 4, 5, 128
@@ -76,16 +78,23 @@ class _Check:
     def ids(self, count: int) -> Array:
         return self._random.integers(0, self.bundle.target.live_vocab, count)
 
-    def compare(self, section: str, found: Array, wanted: Array, form: WeightForm = "float") -> None:
-        """Record the error of one section; UserError where it is too large."""
+    def compare(
+        self, section: str, found: Array, wanted: Array, form: WeightForm = "float", noise: float = 0.0
+    ) -> None:
+        """Record the error of one section; UserError where it is too large.
+
+        noise: root mean square of what quantisation itself does to ``wanted``. Roundings that fall the other way add up
+        to about as much over a few layers, so a difference of that size proves nothing.
+        """
         scale = _rms(wanted) + 1e-20
         difference = found.astype(np.float64) - wanted
         errors = _rms(difference) / scale, float(np.abs(difference).max()) / scale
         self.errors[section] = errors[0]
         factor = WHOLE_ENGINE if section.endswith(WHOLE_SECTIONS) else 1
-        for error, allowed in zip(errors, TOLERANCE[form], strict=True):
-            if not error <= factor * allowed:
-                raise _difference(section, f"by {error:.1e} of its size; allowed: {factor * allowed:.0e}")
+        for error, tolerance, peaks in zip(errors, TOLERANCE[form], (NOISE_RMS, NOISE_PEAK), strict=True):
+            allowed = min(max(factor * tolerance, peaks * noise / scale), MOST)
+            if not error <= allowed:
+                raise _difference(section, f"by {error:.1e} of its size; allowed: {allowed:.0e}")
 
     def compare_best(self, section: str, chosen: Array, wanted: Array, form: WeightForm) -> None:
         """The chosen ids [M] must score as high as the reference's best [M,live vocabulary]."""
@@ -138,17 +147,33 @@ class _LayerCheck(_Check):
     ) -> None:
         """One layer twice: alone at the first positions, and far out, behind a full cache."""
         x = self.rows(rows, stack.stack.hidden_size)
-        found = engine.block(i, x)
-        self.compare(f"{label}.layers.{i}", found, stack.layer(i, x, np.arange(rows)), form)
+        self._compare_update(f"{label}.layers.{i}", engine.block(i, x), stack, i, x, np.arange(rows), None, form)
         start = min(self.bundle.build.max_seq_len, REACH) - rows
         if start <= 0:
             return
         # many random values average out; the factor keeps what the cache contributes as large as the rest
         context = self.rows(start, stack.stack.hidden_size) * np.float32(start**0.5)
         cached = [stack.heads(i, part, context, np.arange(start)) for part in c.CACHE_TENSORS]
-        found = engine.block(i, x, cached)
-        wanted = stack.layer(i, x, start + np.arange(rows), context)
-        self.compare(f"{label}.layers.{i}.far", found, wanted, form)
+        found, positions = engine.block(i, x, cached), start + np.arange(rows)
+        self._compare_update(f"{label}.layers.{i}.far", found, stack, i, x, positions, context, form)
+
+    def _compare_update(
+        self,
+        section: str,
+        found: Array,
+        stack: ref.ReferenceStack,
+        i: int,
+        x: Array,
+        positions: Array,
+        context: Array | None,
+        form: WeightForm,
+    ) -> None:
+        """What a layer adds to its input: beside that, an error in a small update would not show."""
+        wanted, noise = stack.layer(i, x, positions, context), 0.0
+        if form != "float":
+            plain = dataclasses.replace(stack, linear=ref.LINEAR["float"])
+            noise = _rms(plain.layer(i, x, positions, context) - wanted)
+        self.compare(section, found - x, wanted - x, form, noise)
 
     def _check_head(
         self, label: str, engine: _Engine, draft: DrafterCheckpoint | None, last: int, form: WeightForm
@@ -178,11 +203,12 @@ class _LayerCheck(_Check):
         own = np.concatenate([packed[:, start : start + width] for start in starts], axis=1)
         wanted = ref.context_states(draft.weights, draft.spec, own)
         engine, stack = _Engine(self.bundle, c.CONTEXT, draft.spec.name), self.stack(draft)
-        positions, layers = np.arange(CONTEXT_ROWS), sorted({0, draft.spec.stack.num_layers - 1})
+        start = max(0, min(self.bundle.build.max_seq_len, REACH) - CONTEXT_ROWS)
+        positions, layers = start + np.arange(CONTEXT_ROWS), sorted({0, draft.spec.stack.num_layers - 1})
         feeds = {
             c.HIDDEN.name: packed[None],
             c.POSITION_IDS.name: positions[None],
-            c.WRITE_INDEX.name: np.zeros(1, np.int64),
+            c.WRITE_INDEX.name: np.array([start]),
         }
         caches = [(i, tensor) for i in layers for tensor in c.CACHE_TENSORS]
         found = engine.whole(feeds, [c.H.name, *(c.present(tensor, i) for i, tensor in caches)])
@@ -190,7 +216,7 @@ class _LayerCheck(_Check):
         self.compare(f"{label}.h", found[c.H.name][0], wanted)
         for i, tensor in caches:
             rows = stack.heads(i, tensor, wanted, positions)
-            written = found[c.present(tensor, i)][0, :, :CONTEXT_ROWS]
+            written = found[c.present(tensor, i)][0, :, start : start + CONTEXT_ROWS]
             self.compare(f"{label}.layers.{i}.{tensor}", written, rows, form)
 
     def _check_relay(self, draft: DrafterCheckpoint) -> None:
@@ -298,6 +324,7 @@ def _run(path: Path, feeds: dict[str, Array], outputs: Sequence[str]) -> dict[st
     options = ort.SessionOptions()
     options.log_severity_level = 3
     options.add_session_config_entry("session.disable_prepacking", "1")  # a packed copy would double the memory
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # one call: nothing to wait for
     session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     return dict(zip(outputs, session.run(list(outputs), feeds), strict=True))
 

@@ -2,8 +2,8 @@
 
 The target's next token is a function of *every* token before it and of their positions, as they stand in the slot's
 cache; a draft is a function of the whole drafter context and of every relay input. So a wrong cache row, position, slot
-move, relay row or missing context call changes a token or a draft, or trips an assertion here: rows that nobody may read
-are poisoned, arrays die with the next call of their engine, and what stays on the device is bound to its own pass.
+move, relay row or missing context call changes a token or a draft, or trips an assertion here. Rows that nobody may
+read are poisoned, arrays die with the next call of their engine, and what stays on the device is bound to its own pass.
 
 :func:`expect` says what one request alone must give, written from the method with absolute positions.
 
@@ -458,9 +458,7 @@ class _Oracle:
         self.strategy: Strategy = request.strategy
         params = request.params
         self.stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(bundle.target.eos_ids))
-        self.sampler = Sampler(
-            params, request.prompt_ids, LIVE_VOCAB, self.stops, request.seed, request.sample_index
-        )
+        self.sampler = Sampler(params, request.prompt_ids, LIVE_VOCAB, self.stops, request.seed, request.sample_index)
         self.tokens = list(request.prompt_ids)
         self.limit = min(params.max_tokens, bundle.build.max_seq_len - len(self.tokens))
         self.spec = bundle.drafters[self.strategy.drafter].spec if self.strategy.drafter else None

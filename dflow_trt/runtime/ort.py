@@ -49,8 +49,11 @@ class OrtRuntime:
         self.slots = slots or bundle.build.max_batch_size
         wanted = (item for item in bundle.contracts() if item[1].engine in engines)
         self._contracts = {(contract.engine, name): contract for name, contract in wanted}
-        options = _session_options(threads or usable_cores())
-        self._sessions = {key: _session(bundle, key, options) for key in self._contracts}
+        threads = threads or usable_cores()
+        self._sessions = {
+            key: _session(bundle, key, _session_options(_engine_threads(contract, threads)))
+            for key, contract in self._contracts.items()
+        }
         self._bindings: OrderedDict[Shapes, _Binding] = OrderedDict()
         self._scratch: dict[str, Array] = {}
         self._h: dict[str, Array] = {}
@@ -105,10 +108,10 @@ class OrtRuntime:
         self._scratch.clear()
 
     def _binding(self, key: Key, slots: range, feeds: Mapping[str, Array], fetch: Sequence[str]) -> _Binding:
-        sizes = _sizes(self._contracts[key], feeds)
-        lookup = (key, slots.start, tuple(sorted(sizes.items())), tuple(fetch))
+        lookup = (key, slots.start, tuple((name, array.shape) for name, array in feeds.items()), tuple(fetch))
         found = self._bindings.get(lookup)
         if found is None:
+            sizes = _sizes(self._contracts[key], feeds)
             found = self._bindings[lookup] = self._bind(key, slots, sizes, fetch)
             if len(self._bindings) > MAX_BINDINGS:
                 self._bindings.popitem(last=False)
@@ -165,6 +168,15 @@ def _pending(slots: int, drafter: DrafterSpec) -> Array:
 def usable_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0))
+
+
+def _engine_threads(contract: c.EngineContract, threads: int) -> int:
+    """No more threads than key/value heads where an engine attends.
+
+    With more, ONNX Runtime splits the product of one head's weights and values among threads and sums it in another
+    order from some 128 cache rows on: results would depend on the batch, on the rows of a call and on the machine.
+    """
+    return min(threads, contract.static["N"]) if contract.engine in (c.TARGET, c.DRAFTER) else threads
 
 
 def _session_options(threads: int) -> Any:

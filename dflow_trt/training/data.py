@@ -16,10 +16,14 @@ import torch
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A prompt and its response as token ids; a response ends with its end-of-sequence token if it has one."""
+    """A prompt and its response as token ids; a response ends with its end-of-sequence token if it has one.
+
+    `weights` of the response tokens are for language-model training; without them every token counts 1.
+    """
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
+    weights: tuple[float, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
@@ -27,9 +31,13 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Batch:
-    """Right-padded sequences: `ids_NS`, and where each response starts (`start_N`) and ends (`end_N`, exclusive)."""
+    """Right-padded sequences, and where each response starts (`start_N`) and ends (`end_N`, exclusive).
+
+    `weight_NS` holds the weights of response tokens, and 0 for prompts and padding.
+    """
 
     ids_NS: torch.Tensor
+    weight_NS: torch.Tensor
     start_N: torch.Tensor
     end_N: torch.Tensor
 
@@ -38,10 +46,13 @@ def collate(trajectories: Sequence[Trajectory], pad_id: int) -> Batch:
     """Pad trajectories on the right to the longest of them."""
     longest = max(len(trajectory) for trajectory in trajectories)
     ids_NS = torch.full((len(trajectories), longest), pad_id, dtype=torch.long)
-    for row, trajectory in enumerate(trajectories):
-        ids_NS[row, : len(trajectory)] = torch.tensor(trajectory.prompt_ids + trajectory.response_ids)
+    weight_NS = torch.zeros(ids_NS.shape)
     starts = [len(trajectory.prompt_ids) for trajectory in trajectories]
-    return Batch(ids_NS, torch.tensor(starts), torch.tensor([len(trajectory) for trajectory in trajectories]))
+    ends = [len(trajectory) for trajectory in trajectories]
+    for row, (trajectory, start, end) in enumerate(zip(trajectories, starts, ends, strict=True)):
+        ids_NS[row, :end] = torch.tensor(trajectory.prompt_ids + trajectory.response_ids)
+        weight_NS[row, start:end] = 1.0 if trajectory.weights is None else torch.tensor(trajectory.weights)
+    return Batch(ids_NS, weight_NS, torch.tensor(starts), torch.tensor(ends))
 
 
 def length_bucketed(

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch import nn
 
 from dflow_trt.training.data import Trajectory
 
 
 @torch.no_grad()
 def generate_trajectories(
-    model: nn.Module,
+    model: Any,
     prompts: Sequence[Sequence[int]],
     end_ids: Sequence[int],
     pad_id: int,
@@ -22,20 +22,17 @@ def generate_trajectories(
 ) -> list[Trajectory]:
     """Greedy responses to tokenised prompts, in their order, each up to and including its end token.
 
-    Prompts of similar lengths share a batch, padded on the left. `on_batch` is told the number of prompts done.
+    Prompts of similar lengths share a batch, padded on the left. `on_batch` is told the number of prompts
+    done.
     """
     by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     responses: dict[int, tuple[int, ...]] = {}
     for at in range(0, len(by_length), batch_size):
         chosen = by_length[at : at + batch_size]
         longest = len(prompts[chosen[-1]])
-        ids = torch.tensor(
-            [[pad_id] * (longest - len(prompts[index])) + list(prompts[index]) for index in chosen]
-        )
-        real = torch.tensor(
-            [[0] * (longest - len(prompts[index])) + [1] * len(prompts[index]) for index in chosen]
-        )
-        generated = model.generate(  # type: ignore[operator]
+        ids = torch.tensor([[pad_id] * (longest - len(prompts[index])) + list(prompts[index]) for index in chosen])
+        real = torch.tensor([[0] * (longest - len(prompts[index])) + [1] * len(prompts[index]) for index in chosen])
+        generated = model.generate(
             input_ids=ids,
             attention_mask=real,
             do_sample=False,

@@ -1,13 +1,15 @@
-"""The DFlash drafter with DFlow's relay, in torch, for training (DFlash, arXiv 2602.06036; DFlow, arXiv 2609.06498).
+"""The DFlash drafter (DFlash, arXiv 2602.06036) with DFlow's relay (DFlow, arXiv 2609.06498), in torch.
 
-Parameter names are those of released checkpoints, so `state_dict()` is what `model.safetensors` holds. Embedding and
-output head are the target's and never part of the drafter. Shape suffixes are those of `data.py`.
+Parameter names are those of released checkpoints, so `state_dict()` is what `model.safetensors` holds.
+Embedding and output head are the target's and never part of the drafter. Shape suffixes are those of
+`data.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,9 +25,9 @@ RELAY_STARTS = {"after_rejection": 2, "at_rejection": 1}
 class RelayInputs:
     """What the previous round hands to the next one (DFlow, arXiv 2609.06498).
 
-    `states_NMBE`: context features h of the verified draft row that each slot receives; `on_NMB`: which slots receive
-    one; `bonus_NM` and `reject_NM`: the token that the target put at the first rejected place, and the draft rejected
-    there. Where nothing is relayed the other three hold arbitrary valid values.
+    `states_NMBE`: context features h of the verified draft row that each slot receives; `on_NMB`: which slots
+    receive one; `bonus_NM` and `reject_NM`: the token that the target put at the first rejected place, and
+    the draft rejected there. Where nothing is relayed the other three hold arbitrary valid values.
     """
 
     states_NMBE: torch.Tensor
@@ -37,7 +39,7 @@ class RelayInputs:
 class DrafterAttention(nn.Module):
     """Block slots attend to the context rows before their anchor and to every slot of their own block."""
 
-    def __init__(self, config: Qwen3Config) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         self.groups = config.num_attention_heads // config.num_key_value_heads
@@ -68,29 +70,32 @@ class DrafterAttention(nn.Module):
             values.repeat_interleave(self.groups, dim=1),
             attn_mask=mask_N1QL,
         )
-        return self.o_proj(attended.transpose(1, 2).flatten(2))
+        output_NQE: torch.Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
+        return output_NQE
 
     def _heads(self, projected_NLX: torch.Tensor) -> torch.Tensor:
-        return projected_NLX.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        batch, length, _ = projected_NLX.shape
+        return projected_NLX.view(batch, length, -1, self.head_dim).transpose(1, 2)
 
 
 class DrafterMLP(nn.Module):
     """SwiGLU, as in Qwen3."""
 
-    def __init__(self, config: Qwen3Config) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x_NQE: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_NQE)) * self.up_proj(x_NQE))
+        output_NQE: torch.Tensor = self.down_proj(F.silu(self.gate_proj(x_NQE)) * self.up_proj(x_NQE))
+        return output_NQE
 
 
 class DrafterLayer(nn.Module):
     """A pre-norm layer; only the block passes through its norms, the context enters attention as it is."""
 
-    def __init__(self, config: Qwen3Config) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         self.self_attn = DrafterAttention(config)
         self.mlp = DrafterMLP(config)
@@ -104,16 +109,15 @@ class DrafterLayer(nn.Module):
         rotary: tuple[torch.Tensor, torch.Tensor],
         mask_N1QL: torch.Tensor,
     ) -> torch.Tensor:
-        block_NQE = block_NQE + self.self_attn(
-            self.input_layernorm(block_NQE), context_NSE, rotary, mask_N1QL
-        )
-        return block_NQE + self.mlp(self.post_attention_layernorm(block_NQE))
+        block_NQE = block_NQE + self.self_attn(self.input_layernorm(block_NQE), context_NSE, rotary, mask_N1QL)
+        output_NQE: torch.Tensor = block_NQE + self.mlp(self.post_attention_layernorm(block_NQE))
+        return output_NQE
 
 
 class Drafter(nn.Module):
     """A DFlash drafter; with `dflow_config` in its configuration it also has the relay."""
 
-    def __init__(self, config: Qwen3Config) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         _refuse_variants(config)
         self.config = config
@@ -129,9 +133,7 @@ class Drafter(nn.Module):
         self.has_relay = getattr(config, "dflow_config", None) is not None
         if self.has_relay:
             self.relay_norm = nn.LayerNorm(width, eps=config.rms_norm_eps)
-            self.relay_mlp = nn.Sequential(
-                nn.Linear(3 * width, 2 * width), nn.SiLU(), nn.Linear(2 * width, 2 * width)
-            )
+            self.relay_mlp = nn.Sequential(nn.Linear(3 * width, 2 * width), nn.SiLU(), nn.Linear(2 * width, 2 * width))
         self._initialise()
 
     @property
@@ -141,7 +143,8 @@ class Drafter(nn.Module):
 
     def context(self, features: torch.Tensor) -> torch.Tensor:
         """Tapped hidden states [..., C] to context features h = RMSNorm(W_c . taps) [..., E]."""
-        return self.hidden_norm(self.fc(features))
+        h: torch.Tensor = self.hidden_norm(self.fc(features))
+        return h
 
     def block_embeds(
         self, embedding_VE: torch.Tensor, anchor_ids_NM: torch.Tensor, relay: RelayInputs | None = None
@@ -164,14 +167,14 @@ class Drafter(nn.Module):
         boundary_NME = torch.cat([embedding_VE[relay.bonus_NM], embedding_VE[relay.reject_NM]], dim=-1)
         boundary_NMBE = boundary_NME[:, :, None].expand(-1, -1, self.block_size, -1)
         beta, gamma = self.relay_mlp(torch.cat([boundary_NMBE, relay.states_NMBE], dim=-1)).chunk(2, dim=-1)
-        return beta * self.relay_norm(relay.states_NMBE) + gamma
+        term_NMBE: torch.Tensor = beta * self.relay_norm(relay.states_NMBE) + gamma
+        return term_NMBE
 
-    def forward(
-        self, block_NMBE: torch.Tensor, context_NSE: torch.Tensor, anchors_NM: torch.Tensor
-    ) -> torch.Tensor:
-        """Final hidden states [N, M, B, E] of M independent blocks a sequence, anchored at absolute positions.
+    def forward(self, block_NMBE: torch.Tensor, context_NSE: torch.Tensor, anchors_NM: torch.Tensor) -> torch.Tensor:
+        """Final hidden states [N, M, B, E] of M independent blocks a sequence, at absolute anchors.
 
-        A block sees the context rows before its anchor, and its own slots; slot j stands at position anchor + j.
+        A block sees the context rows before its anchor, and its own slots; slot j stands at position anchor +
+        j.
         """
         batch, blocks, slots, _ = block_NMBE.shape
         positions_NQ = (anchors_NM[:, :, None] + torch.arange(slots)).flatten(1)
@@ -181,7 +184,8 @@ class Drafter(nn.Module):
         x_NQE = block_NMBE.flatten(1, 2)
         for layer in self.layers:
             x_NQE = layer(x_NQE, context_NSE, rotary, mask_N1QL)
-        return self.norm(x_NQE).unflatten(1, (blocks, slots))
+        normed_NQE: torch.Tensor = self.norm(x_NQE)
+        return normed_NQE.view(batch, blocks, slots, -1)
 
     def save(self, folder: Path) -> None:
         """Write `config.json` and `model.safetensors` in the layout of released DFlash drafters."""
@@ -206,7 +210,7 @@ class Drafter(nn.Module):
                     nn.init.zeros_(module.bias)
         if self.has_relay:
             # An untrained relay then adds exactly nothing, so training starts from DFlash itself.
-            nn.init.zeros_(self.relay_mlp[2].weight)
+            nn.init.zeros_(self.relay_mlp.get_parameter("2.weight"))
 
 
 def block_mask(anchors_NM: torch.Tensor, slots: int, context_length: int) -> torch.Tensor:
@@ -236,7 +240,7 @@ def _rotate(heads_NHLD: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor],
     return heads_NHLD * cos_N1LD + torch.cat([-second, first], dim=-1) * sin_N1LD
 
 
-def _refuse_variants(config: Qwen3Config) -> None:
+def _refuse_variants(config: Any) -> None:
     """Training knows the plain drafter only; anything else would train a model that the checkpoint misdescribes."""
     layer_types = getattr(config, "layer_types", None) or []
     last_layer = config.num_target_layers - 1

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,9 +35,9 @@ class OptimiserSettings:
 class DrafterSettings:
     """How a drafter is trained.
 
-    `anchors`: blocks a sequence and step. `rounds`: 1 is DFlash; more continue from where the drafts of the round
-    before were rejected (self-conditioning). `relay`: hand the verified states of rejected drafts to the next round
-    (DFlow). `decay`: slot j of a round weighs exp(-(j - 1) / decay).
+    `anchors`: blocks a sequence and step. `rounds`: 1 is DFlash; more continue from where the drafts of the
+    round before were rejected (self-conditioning). `relay`: hand the verified states of rejected drafts to
+    the next round (DFlow). `decay`: slot j of a round weighs exp(-(j - 1) / decay).
     """
 
     optimiser: OptimiserSettings
@@ -56,10 +57,10 @@ def train_drafter(
 ) -> None:
     """Train a drafter in place on trajectories that the target generated (DFlow, arXiv 2609.06498).
 
-    Round 1 drafts at random anchors from masks alone. Every further round starts where the drafts of the one before
-    were rejected; with `relay`, those *actual drafts* run through the frozen target and their states condition the new
-    round. The loss is cross-entropy against the trajectory, summed over rounds. Gradients reach W_c through context
-    and relayed states; drafts, anchors and the target's features carry none.
+    Round 1 drafts at random anchors from masks alone. Every further round starts where the drafts of the one
+    before were rejected; with `relay`, those *actual drafts* run through the frozen target and their states
+    condition the new round. The loss is cross-entropy against the trajectory, summed over rounds. Gradients
+    reach W_c through context and relayed states; drafts, anchors and the target's features carry none.
     """
     drafter.train()
     optimiser = _Optimiser(drafter, settings.optimiser)
@@ -96,9 +97,7 @@ def round_loss(played: Round, decay: float) -> torch.Tensor:
     """Cross-entropy over slots 1..K, slot j weighing exp(-(j - 1) / decay); slots past the end count nothing."""
     slot_K = torch.arange(played.truth_NMK.shape[-1])
     weight_NMK = torch.exp(-slot_K / decay) * played.valid_NMK
-    loss_NMK = F.cross_entropy(
-        played.logits_NMKV.flatten(0, -2), played.truth_NMK.flatten(), reduction="none"
-    )
+    loss_NMK = F.cross_entropy(played.logits_NMKV.flatten(0, -2), played.truth_NMK.flatten(), reduction="none")
     return (loss_NMK.view_as(weight_NMK) * weight_NMK).sum() / weight_NMK.sum().clamp(min=1.0)
 
 
@@ -106,7 +105,7 @@ def train_language_model(
     model: nn.Module,
     batches: Iterator[Batch],
     settings: OptimiserSettings,
-    prompt_weight: float = 0.1,
+    prompt_weight: float = 0.0,
     bf16: bool = False,
     on_step: OnStep | None = None,
 ) -> None:
@@ -127,11 +126,9 @@ def train_language_model(
 
 
 def _token_weights(batch: Batch, prompt_weight: float) -> torch.Tensor:
-    """1 for response tokens, `prompt_weight` for prompt tokens, 0 for padding: [N, S]."""
-    position_S = torch.arange(batch.ids_NS.shape[1])
-    in_response = position_S >= batch.start_N[:, None]
-    real = position_S < batch.end_N[:, None]
-    return torch.where(in_response, 1.0, prompt_weight) * real
+    """The weights of response tokens, `prompt_weight` for prompt tokens, 0 for padding: [N, S]."""
+    in_prompt_NS = torch.arange(batch.ids_NS.shape[1]) < batch.start_N[:, None]
+    return torch.where(in_prompt_NS, prompt_weight, batch.weight_NS)
 
 
 class _Optimiser:
@@ -142,7 +139,7 @@ class _Optimiser:
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         matrices = [parameter for parameter in self._parameters if parameter.ndim >= 2]
         vectors = [parameter for parameter in self._parameters if parameter.ndim < 2]
-        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
         self._adamw = torch.optim.AdamW(
             groups, lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=settings.weight_decay
         )
@@ -151,9 +148,7 @@ class _Optimiser:
     def _scale(self, step: int) -> float:
         if step < self._settings.warmup_steps:
             return (step + 1) / self._settings.warmup_steps
-        progress = (step - self._settings.warmup_steps) / max(
-            1, self._settings.steps - self._settings.warmup_steps
-        )
+        progress = (step - self._settings.warmup_steps) / max(1, self._settings.steps - self._settings.warmup_steps)
         return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
     def step(self, loss: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
-"""Drafting rounds on stored trajectories: draft, accept, verify the actual drafts, relay (DFlow, arXiv 2609.06498).
+"""Drafting rounds on stored trajectories: draft, accept, verify, relay (DFlow, arXiv 2609.06498).
 
-A trajectory is the target's own greedy text, so the accepted length and the bonus token are read off it; the frozen
-target runs only to give the states of drafts that were really made.
+A trajectory is the target's own greedy text, so the accepted length and the bonus token are read off it; the
+frozen target runs only to give the states of drafts that were really made.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from dflow_trt.training.target import FrozenTarget, ReadBatch
 class Round:
     """One drafting round of M anchors a sequence.
 
-    `logits_NMKV` and `drafts_NMK` are of slots 1..K; `truth_NMK` is the trajectory there and `valid_NMK` says where
-    it still goes on; `accepted_NM` is a, the length of the longest right prefix of the drafts.
+    `logits_NMKV` and `drafts_NMK` are of slots 1..K; `truth_NMK` is the trajectory there and `valid_NMK` says
+    where it still goes on; `accepted_NM` is a, the length of the longest right prefix of the drafts.
     """
 
     anchors_NM: torch.Tensor
@@ -50,9 +50,7 @@ def play_round(
     return Round(anchors_NM, logits_NMKV, drafts_NMK, truth_NMK, valid_NMK, accepted_NM)
 
 
-def trajectory_after(
-    batch: Batch, anchors_NM: torch.Tensor, drafted: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def trajectory_after(batch: Batch, anchors_NM: torch.Tensor, drafted: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The `drafted` tokens that follow each anchor [N, M, K], and which of them exist."""
     positions_NMK = anchors_NM[:, :, None] + torch.arange(1, drafted + 1)
     valid_NMK = positions_NMK < batch.end_N[:, None, None]
@@ -75,9 +73,10 @@ def relay_sources(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Which verify row each slot of the next block receives, and whether it receives one: two [..., B].
 
-    New slot j stands at position A' + j and receives the state of position A' + j - 1, that is verify row a + j of the
-    previous round: the target predicts the next token, a masked slot its own. The row exists while a + j <= `drafted`,
-    the previous round's draft length. `first_slot` is 2 (after_rejection) or 1 (at_rejection).
+    New slot j stands at position A' + j and receives the state of position A' + j - 1, that is verify row a +
+    j of the previous round: the target predicts the next token, a masked slot its own. The row exists while a
+    + j <= `drafted`, the previous round's draft length. `first_slot` is 2 (after_rejection) or 1
+    (at_rejection).
     """
     slots = torch.arange(block_size)
     source = accepted[..., None] + slots
@@ -88,9 +87,7 @@ def relay_inputs(drafter: Drafter, target: FrozenTarget, read: ReadBatch, played
     """Run the drafts that were made through the target and line up their states with the next round's slots."""
     drafted = drafter.block_size - 1
     states_NMKE = drafter.context(target.verify(read, played.anchors_NM, played.drafts_NMK))
-    source_NMB, on_NMB = relay_sources(
-        played.accepted_NM, drafter.first_relay_slot, drafter.block_size, drafted
-    )
+    source_NMB, on_NMB = relay_sources(played.accepted_NM, drafter.first_relay_slot, drafter.block_size, drafted)
     # Row i of the verify pass is index i - 1 here, as the anchor's row 0 is never relayed.
     index_NMB = (source_NMB - 1).clamp(0, drafted - 1)
     states_NMBE = states_NMKE.gather(2, index_NMB[..., None].expand(-1, -1, -1, states_NMKE.shape[-1]))

@@ -1,7 +1,8 @@
 """Tokens a round, counted by playing greedy decoding on stored trajectories.
 
-Greedy speculative decoding emits the target's own greedy text whatever the drafts are. With that text at hand, whole
-batches are played without decoding anything: only the number of tokens each round emits is left to find out.
+Greedy speculative decoding emits the target's own greedy text whatever the drafts are. With that text at
+hand, whole batches are played without decoding anything: only the number of tokens each round emits is left
+to find out.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from dflow_trt.training.target import FrozenTarget
 class Tally:
     """Counts of one request: rounds, tokens they emitted (bonus tokens included), drafts they accepted.
 
-    The token that the prefill yields is in neither count. Drafts cut off by the end of the text are not accepted.
+    The token that the prefill yields is in neither count. Drafts cut off by the end of the text are not
+    accepted.
     """
 
     rounds: int

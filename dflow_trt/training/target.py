@@ -6,9 +6,9 @@ import copy
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
 from transformers import DynamicCache
 
 from dflow_trt.training.data import Batch
@@ -26,22 +26,23 @@ class ReadBatch:
 class FrozenTarget:
     """A transformers causal LM that is read from, never trained.
 
-    `target_layer_ids`: a tap L is the *output* of decoder layer L, before the final norm; taps are concatenated in
-    the order given. Only layers up to the last tap run: nothing here needs the target's own logits.
+    `target_layer_ids`: a tap L is the *output* of decoder layer L, before the final norm; taps are
+    concatenated in the order given. Only layers up to the last tap run: nothing here needs the target's own
+    logits.
     """
 
-    def __init__(self, model: nn.Module, target_layer_ids: Sequence[int]) -> None:
+    def __init__(self, model: Any, target_layer_ids: Sequence[int]) -> None:
         model.requires_grad_(False).eval()
-        self.embedding_VE: torch.Tensor = model.get_input_embeddings().weight  # type: ignore[operator]
-        self.head_VE: torch.Tensor = model.get_output_embeddings().weight  # type: ignore[operator]
-        self.final_norm_E: torch.Tensor = model.model.norm.weight  # type: ignore[union-attr, assignment]
+        self.embedding_VE: torch.Tensor = model.get_input_embeddings().weight
+        self.head_VE: torch.Tensor = model.get_output_embeddings().weight
+        self.final_norm_E: torch.Tensor = model.model.norm.weight
         self._taps = list(target_layer_ids)
         # transformers 5 renames the argument and warns about the older name.
-        parameters = inspect.signature(model.model.forward).parameters  # type: ignore[union-attr, arg-type]
+        parameters = inspect.signature(model.model.forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self._trunk = copy.copy(model.model)
-        self._trunk._modules = dict(model.model._modules)  # type: ignore[assignment, union-attr]
-        self._trunk.layers = model.model.layers[: max(self._taps) + 1]  # type: ignore[index, union-attr]
+        self._trunk._modules = dict(model.model._modules)
+        self._trunk.layers = model.model.layers[: max(self._taps) + 1]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The target's output head on the drafter's final hidden states [..., E]: [..., V]."""
@@ -50,7 +51,7 @@ class FrozenTarget:
     @torch.no_grad()
     def read(self, batch: Batch) -> ReadBatch:
         """One causal pass over whole sequences."""
-        cache = DynamicCache()
+        cache: Any = DynamicCache()
         features_NSC = self._run(cache, input_ids=batch.ids_NS)
         return ReadBatch(batch, features_NSC, tuple((layer.keys, layer.values) for layer in cache.layers))
 
@@ -58,27 +59,25 @@ class FrozenTarget:
     def verify(self, read: ReadBatch, anchors_NM: torch.Tensor, drafts_NMK: torch.Tensor) -> torch.Tensor:
         """Tapped features [N, M, K, C] of the rows whose inputs are the actual drafts d_1..d_K.
 
-        Row i stands at position anchor + i and sees the sequence up to its anchor and the drafts up to itself, just
-        as in the verify pass of decoding. (The anchor's own row is that of the sequence.)
+        Row i stands at position anchor + i and sees the sequence up to its anchor and the drafts up to
+        itself, just as in the verify pass of decoding. (The anchor's own row is that of the sequence.)
         """
-        _, blocks, drafted = drafts_NMK.shape
-        cache = DynamicCache()
+        batch, blocks, drafted = drafts_NMK.shape
+        cache: Any = DynamicCache()
         for layer, (keys, values) in enumerate(read.keys_values):
             cache.update(keys, values, layer)
         positions_NQ = (anchors_NM[:, :, None] + torch.arange(1, drafted + 1)).flatten(1)
         visible_N1QL = verify_mask(anchors_NM, drafted, read.batch.ids_NS.shape[1])
-        additive_N1QL = torch.zeros(visible_N1QL.shape).masked_fill(
-            ~visible_N1QL, torch.finfo(torch.float32).min
-        )
+        additive_N1QL = torch.zeros(visible_N1QL.shape).masked_fill(~visible_N1QL, torch.finfo(torch.float32).min)
         features_NQC = self._run(
             cache,
             input_ids=drafts_NMK.flatten(1),
             position_ids=positions_NQ,
             attention_mask=additive_N1QL.to(self.embedding_VE.dtype),
         )
-        return features_NQC.unflatten(1, (blocks, drafted))
+        return features_NQC.view(batch, blocks, drafted, -1)
 
-    def _run(self, cache: DynamicCache, **inputs: torch.Tensor) -> torch.Tensor:
+    def _run(self, cache: Any, **inputs: torch.Tensor) -> torch.Tensor:
         tapped: dict[int, torch.Tensor] = {}
 
         def keep(layer: int, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:

@@ -1,8 +1,9 @@
 """Seeded worksheet texts: the small domain of the example pair.
 
 Every task asks for independent lines that repeat operands of the prompt and add a result. Such text lets a
-relay gain: a deeper target computes each result, a one-layer drafter often cannot, and a wrong result leaves the
-lines after it valid, so what the target computed for the rejected lines is worth handing back to the drafter.
+relay gain: a deeper target computes each result, a one-layer drafter often cannot, and a wrong result leaves
+the lines after it valid, so what the target computed for the rejected lines is worth handing back to the
+drafter.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Example:
 
 
 def _sum_operands(rng: random.Random) -> tuple[int, int, int]:
-    a, b = rng.randint(2, 49), rng.randint(2, 49)
+    a, b = rng.randint(2, 20), rng.randint(2, 20)
     return a, b, a + b
 
 
@@ -85,7 +86,7 @@ def _result_only(rng: random.Random) -> tuple[str, str]:
 def _test(rng: random.Random) -> tuple[str, str]:
     function = rng.choice(list(_FUNCTIONS))
     a, b, result = _OPERATIONS[_FUNCTIONS[function]](rng)
-    return f"{function}({a}, {b})", f"assert {function}({a}, {b}) == {result}"
+    return f"{function}({a}, {b})", f"{function}({a}, {b}) == {result}"
 
 
 def _receipt(rng: random.Random) -> tuple[str, str]:
@@ -126,7 +127,7 @@ _TASKS = {
     "products": _Task(_arithmetic("*"), ("Multiply on each line.", "Work out these products."), 6, 16),
     "mixed": _Task(_arithmetic("+-*"), ("Solve this worksheet.", "Fill in the results, please."), 6, 16),
     "results": _Task(_result_only, ("Give the results only.", "Just the answers, please."), 12, 26),
-    "tests": _Task(_test, ("Write a test for each call.", "Turn these calls into unit tests."), 4, 10),
+    "tests": _Task(_test, ("Write a check for each call.", "Turn these calls into tests."), 4, 11),
     "receipt": _Task(_receipt, ("Write a receipt.", "What does each item cost?"), 5, 13),
     "stock": _Task(_stock, ("Update the stock.", "How many are left of each?"), 10, 22),
     "compare": _Task(_comparison, ("Which is larger?", "Compare the numbers."), 8, 20),
@@ -138,7 +139,8 @@ TASK_NAMES = tuple(_TASKS)
 def make_example(rng: random.Random, task: str | None = None, most_lines: int | None = None) -> Example:
     """Draw one worksheet, of a given task or of one chosen at random; its lines are labelled a), b), c)...
 
-    With `most_lines` it has 1 to `most_lines` lines (at most the task's own limit), else as many as the task asks for.
+    With `most_lines` it has 1 to `most_lines` lines (at most the task's own limit), else as many as the task
+    asks for.
     """
     name = task or rng.choice(TASK_NAMES)
     chosen = _TASKS[name]
@@ -158,6 +160,14 @@ def stream_examples(
         example = make_example(rng, most_lines=most_lines)
         if example.prompt not in excluded:
             yield example
+
+
+def stream_copies(seed: int, most_lines: int) -> Iterator[list[tuple[str, str]]]:
+    """Endless lists to copy out: 2 to `most_lines` pairs of label and value, such as ("a)", " tea")."""
+    rng = random.Random(seed)
+    values = [*ITEMS, *map(str, range(2, 99))]
+    while True:
+        yield [(f"{label})", f" {rng.choice(values)}") for label in ascii_lowercase[: rng.randint(2, most_lines)]]
 
 
 def held_out_examples(seed: int, per_task: int) -> list[Example]:

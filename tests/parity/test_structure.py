@@ -14,7 +14,15 @@ from harness import Pair, build_pair
 from dflow_trt import contract as c
 
 DOMAINS = {"", "com.microsoft", c.PLUGIN_DOMAIN}
-ENGINES = ("target", "flow.context", "flow.relay", "flow.drafter", "plain.context", "plain.relay", "plain.drafter")
+ENGINES = (
+    "target",
+    "flow.context",
+    "flow.relay",
+    "flow.drafter",
+    "plain.context",
+    "plain.relay",
+    "plain.drafter",
+)
 FORMS = ("float", "int8")
 
 
@@ -83,7 +91,10 @@ def test_inputs_and_outputs_are_those_of_the_contract(pairs: dict[str, Pair], pa
     ):
         expected = {spec.name: list(contract.shape(spec)) for spec in specs}
         expected |= {named(tensor, layer): cache_shape for tensor, layer in caches}
-        found = {value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim] for value in side}
+        found = {
+            value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+            for value in side
+        }
         assert found == expected
         assert all(dim for shape in found.values() for dim in shape)
 
@@ -108,8 +119,13 @@ def test_every_node_and_value_has_a_readable_name_of_its_own(model: onnx.ModelPr
     assert len(set(values)) == len(values)
     for node in model.graph.node:
         prefix = node.name.removesuffix(".split")
-        assert all(_same_place(output, prefix, node) for output in node.output), (node.name, list(node.output))
-    assert not [value for value in values if value.startswith(("val_", "anonymous", "node_")) or value.isdigit()]
+        assert all(_same_place(output, prefix, node) for output in node.output), (
+            node.name,
+            list(node.output),
+        )
+    assert not [
+        value for value in values if value.startswith(("val_", "anonymous", "node_")) or value.isdigit()
+    ]
 
 
 def _same_place(output: str, prefix: str, node: onnx.NodeProto) -> bool:
@@ -126,7 +142,9 @@ def test_caches_are_read_once_by_their_own_scatter(model: onnx.ModelProto) -> No
     for name in pasts:
         assert uses[name] == 1
         assert list(scatters[name].output) == [name.replace("past_", "present_")]
-    assert not [name for function in model.functions for node in function.node for name in node.input if name in pasts]
+    assert not [
+        name for function in model.functions for node in function.node for name in node.input if name in pasts
+    ]
 
 
 def test_plugin_nodes_carry_what_a_plugin_backend_needs(path: Path, model: onnx.ModelProto) -> None:

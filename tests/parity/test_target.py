@@ -108,7 +108,9 @@ def test_an_int8_target_agrees_with_the_float_model(tmp_path: Path) -> None:
     assert np.abs(ours - logits).max() > TOLERANCE["target logits"]
 
 
-@pytest.mark.parametrize("keys", [{}, MIXED, {"num_key_value_heads": 4}], ids=["full", "window", "one head a group"])
+@pytest.mark.parametrize(
+    "keys", [{}, MIXED, {"num_key_value_heads": 4}], ids=["full", "window", "one head a group"]
+)
 def test_what_stale_cache_rows_hold_changes_no_bit(tmp_path: Path, keys: dict[str, Any]) -> None:
     pair = _pair(tmp_path, keys)
     sequences = _sequences(4, 256)

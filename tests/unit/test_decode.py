@@ -175,9 +175,7 @@ def test_the_fake_tells_every_relay_and_context_input_apart() -> None:
     script, ids = SCRIPTS["flow"], [1, 2, 3]
     embeds = [7, 8, 9, 10, 11, 12, 13, 14]
     drafts = script.drafts(TOY, ids, 5, embeds)
-    changed = [
-        script.drafts(TOY, ids, 5, [*embeds[:j], 99, *embeds[j + 1 :]]) for j in range(len(embeds))
-    ]
+    changed = [script.drafts(TOY, ids, 5, [*embeds[:j], 99, *embeds[j + 1 :]]) for j in range(len(embeds))]
     changed += [script.drafts(TOY, other, 5, embeds) for other in ([2, 2, 3], [1, 3, 2], [1, 2], [1, 2, 3, 3])]
     assert all(other != drafts for other in changed)
 
@@ -479,7 +477,9 @@ def test_an_id_is_free_again_after_its_end() -> None:
     bench.submit(bench.request(prompt(1, 5), "flow", id="same", max_tokens=7))
     bench.decoder.cancel("same")
     bench.step()
-    assert bench.run(bench.request(prompt(1, 5), "flow", id="same", max_tokens=7)) == first, "the cancel was the other's"
+    assert bench.run(bench.request(prompt(1, 5), "flow", id="same", max_tokens=7)) == first, (
+        "the cancel was the other's"
+    )
 
 
 # -- ends --------------------------------------------------------------------------------------------------------------

@@ -56,7 +56,10 @@ NARROW: dict[str, tuple[set[str], set[str]]] = {
     "method": ({"spec", "errors"}, {"numpy"}),
     "rope": ({"spec"}, {"numpy"}),
     "request": ({"bundle", "method"}, set()),
-    "training": ({"errors", "spec"}, {"numpy", "safetensors", "torch", "transformers", "accelerate", "rich", "tokenizers"}),
+    "training": (
+        {"errors", "spec"},
+        {"numpy", "safetensors", "torch", "transformers", "accelerate", "rich", "tokenizers"},
+    ),
 }
 # Packages that only these files (or folders) import, at any depth.
 PRIVATE: dict[str, tuple[str, ...]] = {
@@ -196,7 +199,7 @@ def test_what_is_allowed_is_no_breach() -> None:
         "compile/tensorrt_rtx.py": "import tensorrt_rtx",
         "runtime/trt.py": "import tensorrt",
         "training/model.py": "import torch\nfrom .data import collate",
-        "cli.py": "from dflow_trt import __version__\nfrom dflow_trt import console\nfrom dflow_trt.training import recipe",
+        "cli.py": "from dflow_trt import __version__, console\nfrom dflow_trt.training import recipe",
         "graphs/target.py": "from dflow_trt.graphs import store\nfrom dflow_trt.checkpoint.weights import Weights",
     }.items():
         assert breaches(path, source) == []

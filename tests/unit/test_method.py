@@ -129,9 +129,7 @@ def test_a_slot_receives_the_state_of_the_position_before_it(start: RelayStart, 
             new_anchor = anchor + a + 1
             alive = range(anchor, anchor + drafted + 1)
             lowest = {"after_rejection": 2, "at_rejection": 1}[start]
-            wanted = {
-                j: new_anchor + j - 1 - anchor for j in range(lowest, block_size) if new_anchor + j - 1 in alive
-            }
+            wanted = {j: new_anchor + j - 1 - anchor for j in range(lowest, block_size) if new_anchor + j - 1 in alive}
             state = RelayState(a, drafted, 3, 4)
             source, on = relay_rows(state, start, block_size)
             assert pairs(state, start, block_size) == wanted
