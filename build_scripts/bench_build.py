@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -216,8 +217,12 @@ def measure(target: Path, drafter: Path, output: Path, flags: list[str]) -> Conf
     command += ["--target", str(target), "--drafter", str(drafter), "--output", str(output), *flags]
     start = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    with process, PeakMemory(process.pid) as peak:
-        stdout, stderr = process.communicate()
+    try:
+        with PeakMemory(process.pid) as peak:
+            stdout, stderr = process.communicate()
+    finally:
+        process.kill()  # no effect on one that has ended
+        process.wait()
     seconds = time.perf_counter() - start
     if process.returncode:
         raise SystemExit(f"build failed with exit code {process.returncode}: {stderr.strip()}")
@@ -285,6 +290,7 @@ def main() -> None:
     parser.add_argument("--case", choices=CASES, action="append", help="repeatable; default: default")
     parser.add_argument("--folder", type=Path, help="where the temporary folder goes (the system's, if not given)")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: the temporary folder goes too
     rows = bench(options.size, options.case or ["default"], options.folder)
     show(rows)
     broken = [row["case"] for row in rows if row["bound_bytes"] and row["peak_bytes"] > row["bound_bytes"]]

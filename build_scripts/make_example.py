@@ -2,7 +2,7 @@
 
 Everything is drawn from one seed. A worksheet domain (`dflow_trt.training.texts`) gives the texts; a small
 Qwen3 target learns to answer them; a one-layer DFlash drafter learns from the target's own answers; DFlow
-continues from that drafter with self-conditioned rounds and the relay. Takes some 20 minutes on one core.
+continues from that drafter with self-conditioned rounds and the relay. Takes some 25 minutes on one core.
 
     python build_scripts/make_example.py --output example/
     python build_scripts/make_example.py --output example/ --target example/target   # keep a finished target
@@ -13,15 +13,16 @@ The last line printed is one JSON object with every figure.
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import json
 import random
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -53,6 +54,7 @@ from dflow_trt.training.texts import (
 
 END, TURN_START, TURN_END, MASK, PAD = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>", "<|pad|>"
 MAX_POSITIONS = 1024
+CONTROL_STEPS = 4  # plain DFlash steps in the time of one DFlow step
 SPECIAL_TOKENS = [END, TURN_START, TURN_END, MASK, PAD]
 
 console = Console(stderr=True)
@@ -72,7 +74,7 @@ class Recipe:
     """Sizes and lengths of the whole run."""
 
     seed: int = 0
-    vocab_size: int = 768
+    vocab_size: int = 760
     hidden_size: int = 128
     target_layers: int = 6
     target_ffn: int = 320
@@ -83,11 +85,11 @@ class Recipe:
     max_new_tokens: int = 160
     trajectories: int = 2000
     held_out_per_task: int = 30
-    copying: Stage = Stage(OptimiserSettings(250, 2e-3), batch_size=64, most_lines=8)
-    short: Stage = Stage(OptimiserSettings(700, 2e-3, weight_decay=0.05), batch_size=16, most_lines=10)
-    long: Stage = Stage(OptimiserSettings(1200, 1.5e-3, weight_decay=0.05), batch_size=16, most_lines=26)
+    copying: Stage = Stage(OptimiserSettings(300, 2e-3), batch_size=64, most_lines=8)
+    short: Stage = Stage(OptimiserSettings(1000, 2e-3, weight_decay=0.05), batch_size=16, most_lines=10)
+    long: Stage = Stage(OptimiserSettings(1800, 2e-3, weight_decay=0.05), batch_size=16, most_lines=26)
     drafter_batch: int = 16
-    dflash: DrafterSettings = field(default_factory=lambda: DrafterSettings(OptimiserSettings(2000, 3e-3), anchors=12))
+    dflash: DrafterSettings = field(default_factory=lambda: DrafterSettings(OptimiserSettings(1500, 3e-3), anchors=12))
     dflow: DrafterSettings = field(
         default_factory=lambda: DrafterSettings(OptimiserSettings(400, 1.5e-3), anchors=12, rounds=3, relay=True)
     )
@@ -176,9 +178,9 @@ def make_target(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, excluded: fr
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        attn_implementation="eager",
     )
     model = Qwen3ForCausalLM(config)
+    model.set_attn_implementation("eager")  # the faster one for bf16 training on a CPU
     model.generation_config = GenerationConfig(
         eos_token_id=[tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(END)],
         pad_token_id=tokenizer.pad_token_id,
@@ -201,7 +203,7 @@ def train_stage(
         train_language_model(model, batches, stage.optimiser, bf16=True, on_step=on_step)
 
 
-def qwen3_fields(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, layers: int, ffn: int) -> dict[str, object]:
+def qwen3_fields(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, layers: int, ffn: int) -> dict[str, Any]:
     """What target and drafter have in common."""
     return {
         "vocab_size": len(tokenizer),
@@ -251,6 +253,32 @@ def read_batches(
     return batches
 
 
+@dataclass(frozen=True)
+class Bench:
+    """What drafters of one target are trained on and measured on."""
+
+    target: FrozenTarget
+    batches: list[ReadBatch]
+    held_out: list[Trajectory]
+    pad_id: int
+
+    def train(self, title: str, drafter: Drafter, settings: DrafterSettings, seed: int) -> None:
+        """Train in place, on the batches in a new order each time round, with a progress bar."""
+        with progress(title, settings.optimiser.steps) as on_step:
+            train_drafter(drafter, self.target, shuffled(self.batches, seed), settings, seed, on_step)
+
+    def measure(self, title: str, drafter: Drafter, relay: bool) -> dict[str, float]:
+        """tau on the held-out prompts."""
+        tallies = simulate(drafter, self.target, self.held_out, self.pad_id, relay)
+        measured = {
+            "tau_emitted": round(tau_emitted(tallies), 3),
+            "tau_accepted": round(tau_accepted(tallies), 3),
+            "prompts": len(tallies),
+        }
+        console.print(f"{title}: {measured}")
+        return measured
+
+
 def shuffled(batches: Sequence[ReadBatch], seed: int) -> Iterator[ReadBatch]:
     """The batches again and again, in a new order each time."""
     rng = random.Random(seed)
@@ -272,18 +300,6 @@ def line_accuracy(
     return {task: round(share, 3) for task, share in {**shares, "all": sum(everything) / len(everything)}.items()}
 
 
-def measure(
-    drafter: Drafter, target: FrozenTarget, held_out: Sequence[Trajectory], pad_id: int, relay: bool
-) -> dict[str, float]:
-    """tau of one drafter on the held-out prompts."""
-    tallies = simulate(drafter, target, held_out, pad_id, relay)
-    return {
-        "tau_emitted": round(tau_emitted(tallies), 3),
-        "tau_accepted": round(tau_accepted(tallies), 3),
-        "prompts": len(tallies),
-    }
-
-
 @contextmanager
 def progress(title: str, steps: int) -> Iterator[OnStep]:
     """A progress bar as a context; what it yields is told (step, loss)."""
@@ -302,66 +318,72 @@ def timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
     seconds[f"{stage}_cpu"] = round(time.process_time() - cpu, 1)
 
 
-def make_pair(recipe: Recipe, output: Path, finished_target: Path | None) -> dict[str, object]:
+def make_pair(recipe: Recipe, output: Path, finished_target: Path | None, control: bool) -> dict[str, Any]:
     """Run every stage, write the three checkpoints and the held-out prompts, return all figures."""
     seconds: dict[str, float] = {}
-    held_out_texts = held_out_examples(recipe.seed + 3, recipe.held_out_per_task)
-    excluded = frozenset(example.prompt for example in held_out_texts)
-    output.mkdir(parents=True, exist_ok=True)
-
+    texts = held_out_examples(recipe.seed + 3, recipe.held_out_per_task)
+    excluded = frozenset(text.prompt for text in texts)
     with timed(seconds, "target"):
         if finished_target is None:
             tokenizer = make_tokenizer(recipe)
             model = make_target(recipe, tokenizer, excluded)
-            save_target(model, tokenizer, output / "target")
         else:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(finished_target)
             model = Qwen3ForCausalLM.from_pretrained(finished_target)
+        save_target(model, tokenizer, output / "target")
 
-    with timed(seconds, "generations"):
-        training_texts = itertools.islice(stream_examples(recipe.seed + 4, excluded), recipe.trajectories)
-        prompts = [prompt_ids(tokenizer, example.prompt) for example in [*held_out_texts, *training_texts]]
-        generated = answer(model, tokenizer, prompts, recipe.max_new_tokens)
-    held_out, training = generated[: len(held_out_texts)], generated[len(held_out_texts) :]
-    accuracy = line_accuracy(tokenizer, held_out_texts, held_out)
+    training_texts = itertools.islice(stream_examples(recipe.seed + 4, excluded), recipe.trajectories)
+    with timed(seconds, "answers"):
+        prompts = [prompt_ids(tokenizer, text.prompt) for text in [*texts, *training_texts]]
+        answers = answer(model, tokenizer, prompts, recipe.max_new_tokens)
+    held_out, training = answers[: len(texts)], answers[len(texts) :]
+    accuracy = line_accuracy(tokenizer, texts, held_out)
     console.print(f"target: {accuracy['all']:.1%} of held-out lines are right")
 
-    pad_id = tokenizer.pad_token_id
     target = FrozenTarget(model, recipe.taps)
     with timed(seconds, "reading"):
-        batches = read_batches(recipe, target, training, pad_id)
-    tau: dict[str, dict[str, float]] = {}
-
-    with timed(seconds, "dflash"):
-        dflash = make_drafter(recipe, tokenizer, target)
-        with progress("dflash", recipe.dflash.optimiser.steps) as on_step:
-            train_drafter(dflash, target, shuffled(batches, recipe.seed), recipe.dflash, recipe.seed, on_step)
-    tau["dflash"] = measure(dflash, target, held_out, pad_id, relay=False)
-    console.print(f"dflash: {tau['dflash']}")
-
-    with timed(seconds, "dflow"):
-        dflow = with_relay(dflash, recipe.relay_start)
-        with progress("dflow", recipe.dflow.optimiser.steps) as on_step:
-            train_drafter(dflow, target, shuffled(batches, recipe.seed + 1), recipe.dflow, recipe.seed + 1, on_step)
-    tau["dflow"] = measure(dflow, target, held_out, pad_id, relay=True)
-    tau["dflow_relay_off"] = measure(dflow, target, held_out, pad_id, relay=False)
-    console.print(f"dflow: {tau['dflow']}\nrelay off: {tau['dflow_relay_off']}")
-
-    dflash.save(output / "dflash")
-    dflow.save(output / "dflow")
+        batches = read_batches(recipe, target, training, tokenizer.pad_token_id)
+    bench = Bench(target, batches, held_out, tokenizer.pad_token_id)
+    dflash, dflow, tau = make_drafters(recipe, tokenizer, bench, seconds)
+    if control:
+        tau["dflash_longer"] = measure_control(recipe, dflash, bench, seconds)
     figures = {
         "line_accuracy": accuracy,
         "mean_response_tokens": round(sum(len(one.response_ids) for one in held_out) / len(held_out), 1),
         "tau": tau,
         "seconds": seconds,
     }
-    if finished_target is not None and finished_target.resolve() != (output / "target").resolve():
-        shutil.copytree(finished_target, output / "target", dirs_exist_ok=True)
-    write_prompts(output / "prompts.jsonl", held_out_texts)
+    dflash.save(output / "dflash")
+    dflow.save(output / "dflow")
+    write_prompts(output / "prompts.jsonl", texts)
     write_cards(output, recipe, figures)
-    for file in output.rglob("*.safetensors"):
-        file.chmod(0o644)
     return figures
+
+
+def make_drafters(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, bench: Bench, seconds: dict[str, float]
+) -> tuple[Drafter, Drafter, dict[str, dict[str, float]]]:
+    """DFlash from scratch, DFlow from DFlash, and their tau."""
+    tau = {}
+    with timed(seconds, "dflash"):
+        dflash = make_drafter(recipe, tokenizer, bench.target)
+        bench.train("dflash", dflash, recipe.dflash, recipe.seed)
+    tau["dflash"] = bench.measure("dflash", dflash, relay=False)
+    with timed(seconds, "dflow"):
+        dflow = with_relay(dflash, recipe.relay_start)
+        bench.train("dflow", dflow, recipe.dflow, recipe.seed + 1)
+    tau["dflow"] = bench.measure("dflow", dflow, relay=True)
+    tau["dflow_relay_off"] = bench.measure("dflow, relay off", dflow, relay=False)
+    return dflash, dflow, tau
+
+
+def measure_control(recipe: Recipe, dflash: Drafter, bench: Bench, seconds: dict[str, float]) -> dict[str, float]:
+    """tau of a plain DFlash drafter that trains on for about the processor time of the DFlow stage."""
+    control = copy.deepcopy(dflash)
+    optimiser = replace(recipe.dflow.optimiser, steps=CONTROL_STEPS * recipe.dflow.optimiser.steps)
+    with timed(seconds, "control"):
+        bench.train("control", control, replace(recipe.dflash, optimiser=optimiser), recipe.seed + 1)
+    return bench.measure("dflash, trained on", control, relay=False)
 
 
 def answer(
@@ -395,83 +417,81 @@ def write_prompts(path: Path, examples: Sequence[Example]) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
 
 
-CARD_HEAD = """---
+CARD = """---
 license: apache-2.0
 library_name: dflow-trt
 ---
-# {title}
+# Example {title}
 
 {what}
 
-Made by `build_scripts/make_example.py` of dflow-trt from one seed ({seed}): texts from templates, a byte-level BPE
-tokenizer of {vocab} tokens, weights in float32. It answers worksheets of short labelled lines (sums, products,
-comparisons, unit tests, receipts) and nothing else; it exists to show speculative decoding on any machine.
-
 {figures}
+
+Part of the example pair of dflow-trt, made by its `build_scripts/make_example.py` from one seed ({seed}): texts from
+templates, a byte-level BPE tokenizer of {vocab} tokens with a chat template, float32 weights. The target answers
+worksheets of short labelled lines (sums, products, comparisons, receipts and the like, see `prompts.jsonl`) and knows
+nothing else: the pair exists to show speculative decoding on any machine.
 """
+DFLASH_CARD = """A one-layer block drafter (DFlash, arXiv 2602.06036) for the example target: blocks of {block}, {steps}
+steps on the target's own answers."""
+DFLOW_CARD = """The example DFlash drafter with the relay of DFlow (arXiv 2609.06498), trained on for {steps} steps of
+{rounds} rounds each, in which the verified states of the rejected drafts condition the next round. Such a step costs
+about {control} steps of plain DFlash, which would gain something too: see DFlow with its relay off as well."""
+TAU_ROWS = {
+    "dflash": "DFlash",
+    "dflash_longer": "DFlash, trained on for the time of the DFlow stage",
+    "dflow_relay_off": "DFlow, relay off",
+    "dflow": "DFlow",
+}
 
 
-DFLOW_CAVEAT = """A DFlow step costs several
-DFlash steps, so part of what it gains over the DFlash drafter a longer DFlash training would gain too; the relay's own
-part is the difference to the same model with the relay off."""
-
-
-def write_cards(output: Path, recipe: Recipe, figures: dict[str, object]) -> None:
+def write_cards(output: Path, recipe: Recipe, figures: dict[str, Any]) -> None:
     """A model card in each of the three folders."""
-    tau: dict[str, dict[str, float]] = figures["tau"]  # type: ignore[assignment]
-    accuracy: dict[str, float] = figures["line_accuracy"]  # type: ignore[assignment]
-    measured = (
-        f"Measured on {tau['dflash']['prompts']} held-out prompts (`prompts.jsonl`), greedy, "
-        f"block {recipe.block_size}; tau is the mean\n"
-        "number of tokens a round, with (emitted) or without (accepted) the bonus token:\n\n"
-        "| drafter | tau_emitted | tau_accepted |\n| --- | --- | --- |\n"
-        + "".join(
-            f"| {name} | {tau[key]['tau_emitted']:.2f} | {tau[key]['tau_accepted']:.2f} |\n"
-            for name, key in (
-                ("DFlash", "dflash"),
-                ("DFlow", "dflow"),
-                ("DFlow, relay off", "dflow_relay_off"),
-            )
-        )
-    )
+    accuracy, tau = figures["line_accuracy"]["all"], figures["tau"]
+    target = f"A Qwen3 model of {recipe.target_layers} layers and hidden size {recipe.hidden_size}."
     accurate = (
-        f"On {tau['dflash']['prompts']} held-out prompts {accuracy['all']:.1%} of its answer lines are right;\n"
-        f"an answer has {figures['mean_response_tokens']} tokens on average."
+        f"Of the lines that it answers on {tau['dflash']['prompts']} held-out prompts {accuracy:.1%} are right; an "
+        f"answer has\n{figures['mean_response_tokens']} tokens on average and ends with the end-of-turn token."
     )
-    cards = {
-        "target": (
-            "Example target",
-            f"A Qwen3 model of {recipe.target_layers} layers, hidden size {recipe.hidden_size}.",
-            accurate,
-        ),
-        "dflash": (
-            "Example DFlash drafter",
-            f"A one-layer block drafter (DFlash, arXiv 2602.06036) for the example target, block {recipe.block_size},\n"
-            + f"{recipe.dflash.optimiser.steps} steps on the target's own answers.",
-            measured,
-        ),
-        "dflow": (
-            "Example DFlow drafter",
-            "The example DFlash drafter with the relay of DFlow (arXiv 2609.06498), trained on for\n"
-            + f"{recipe.dflow.optimiser.steps} steps of {recipe.dflow.rounds} self-conditioned rounds. {DFLOW_CAVEAT}",
-            measured,
-        ),
-    }
-    for folder, (title, what, measurements) in cards.items():
-        card = CARD_HEAD.format(title=title, what=what, seed=recipe.seed, vocab=recipe.vocab_size, figures=measurements)
-        (output / folder / "README.md").write_text(card, encoding="utf-8")
+    dflash = DFLASH_CARD.format(block=recipe.block_size, steps=recipe.dflash.optimiser.steps)
+    dflow = DFLOW_CARD.format(steps=recipe.dflow.optimiser.steps, rounds=recipe.dflow.rounds, control=CONTROL_STEPS)
+    write_card(output / "target", "target", target, accurate, recipe)
+    write_card(output / "dflash", "DFlash drafter", dflash, tau_table(tau), recipe)
+    write_card(output / "dflow", "DFlow drafter", dflow, tau_table(tau), recipe)
+
+
+def write_card(folder: Path, title: str, what: str, figures: str, recipe: Recipe) -> None:
+    """One README.md."""
+    card = CARD.format(title=title, what=what, figures=figures, seed=recipe.seed, vocab=recipe.vocab_size)
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def tau_table(tau: dict[str, dict[str, float]]) -> str:
+    """The measurements as a Markdown table with its caption."""
+    head = (
+        f"Tokens a round on {tau['dflash']['prompts']} held-out prompts (`prompts.jsonl`), greedy; emitted tokens "
+        "count the bonus\ntoken, accepted drafts do not:\n\n"
+        "| drafter | tau_emitted | tau_accepted |\n| --- | --- | --- |"
+    )
+    rows = (
+        f"| {name} | {tau[key]['tau_emitted']:.2f} | {tau[key]['tau_accepted']:.2f} |"
+        for key, name in TAU_ROWS.items()
+        if key in tau
+    )
+    return "\n".join([head, *rows])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder to write the pair to")
     parser.add_argument("--target", type=Path, help="a finished target folder to keep, instead of training one")
+    parser.add_argument("--control", action="store_true", help="also measure DFlash trained on for as long as DFlow")
     parser.add_argument("--seed", type=int, default=Recipe.seed)
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     recipe = Recipe(seed=arguments.seed)
-    figures = make_pair(recipe, arguments.output, arguments.target)
+    figures = make_pair(recipe, arguments.output, arguments.target, arguments.control)
     print(json.dumps({"output": str(arguments.output), "recipe": asdict(recipe), **figures}))
 
 

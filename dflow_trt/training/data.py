@@ -1,8 +1,9 @@
 """Token sequences for training: prompt and response pairs, padded into batches.
 
 Shape suffixes used throughout this package: N sequences, S positions of a sequence, M anchors (blocks) of a
-sequence, B slots of a block (one anchor and K = B - 1 drafts), E hidden size, C tapped width (taps * E), V
-vocabulary. `ids_NS` is a tensor `ids` of shape [N, S].
+sequence, B slots of a block (one anchor and K = B - 1 drafts), Q = M * B (or M * K) block rows of a sequence,
+L = S + Q rows to attend to, H heads, D head size, E hidden size, C tapped width (taps * E), V vocabulary.
+`ids_NS` is a tensor `ids` of shape [N, S].
 """
 
 from __future__ import annotations

@@ -32,6 +32,8 @@ class FrozenTarget:
     """
 
     def __init__(self, model: Any, target_layer_ids: Sequence[int]) -> None:
+        if any(kind != "full_attention" for kind in getattr(model.config, "layer_types", None) or []):
+            raise ValueError("training supports targets with full attention in every layer only")
         model.requires_grad_(False).eval()
         self.embedding_VE: torch.Tensor = model.get_input_embeddings().weight
         self.head_VE: torch.Tensor = model.get_output_embeddings().weight
@@ -40,6 +42,7 @@ class FrozenTarget:
         # transformers 5 renames the argument and warns about the older name.
         parameters = inspect.signature(model.model.forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
+        # A second view of the same layers that ends at the last tap; the model itself stays whole.
         self._trunk = copy.copy(model.model)
         self._trunk._modules = dict(model.model._modules)
         self._trunk.layers = model.model.layers[: max(self._taps) + 1]

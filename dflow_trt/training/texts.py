@@ -163,11 +163,15 @@ def stream_examples(
 
 
 def stream_copies(seed: int, most_lines: int) -> Iterator[list[tuple[str, str]]]:
-    """Endless lists to copy out: 2 to `most_lines` pairs of label and value, such as ("a)", " tea")."""
+    """Endless lists to copy out: 2 to `most_lines` pairs of label and value, such as ("a)", " tea") or ("b)", "7").
+
+    Numbers come with and without a space before them, as those are different tokens.
+    """
     rng = random.Random(seed)
-    values = [*ITEMS, *map(str, range(2, 99))]
+    values = [f" {item}" for item in ITEMS] + [f"{space}{number}" for space in ("", " ") for number in range(2, 99)]
     while True:
-        yield [(f"{label})", f" {rng.choice(values)}") for label in ascii_lowercase[: rng.randint(2, most_lines)]]
+        labels = ascii_lowercase[: rng.randint(2, most_lines)]
+        yield [(f"{label})", rng.choice(values)) for label in labels]
 
 
 def held_out_examples(seed: int, per_task: int) -> list[Example]:

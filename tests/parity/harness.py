@@ -61,9 +61,7 @@ def build_pair(
     config = make_target(folder / "target", **(target or {}))
     folders = {name: folder / name for name in drafters or {}}
     for name, keys in (drafters or {}).items():
-        make_drafter(
-            folders[name], config, **{key: value for key, value in keys.items() if key != "sharpness"}
-        )
+        make_drafter(folders[name], config, **{key: value for key, value in keys.items() if key != "sharpness"})
         _soften(folders[name], keys.get("sharpness", 1.0))
     chosen = BuildOptions(**{"max_seq_len": 256, "draft_weights": "float", "draft_logits": True, **options})
     sources = [DrafterSource(path, name) for name, path in folders.items()]
@@ -94,9 +92,7 @@ class Engines:
         self.runtime = OrtRuntime(bundle, threads)
         self.min_rows = 2 if bundle.target.stack.heads_per_group == 1 else 1
 
-    def target(
-        self, slots: range, tokens: Rows, starts: Sequence[int], width: int = 0, bucket: int = 0
-    ) -> TargetPass:
+    def target(self, slots: range, tokens: Rows, starts: Sequence[int], width: int = 0, bucket: int = 0) -> TargetPass:
         """tokens[i] at positions from starts[i] on, in rows padded to ``width``; T is ``bucket`` or what suffices."""
         width = max(width, self.min_rows, *map(len, tokens))
         start_B = np.array(starts, np.int64)
@@ -151,9 +147,7 @@ class Engines:
             c.REJECT_ID.name: reject_B,
         }
 
-    def draft(
-        self, drafter: str, slots: range, starts: Sequence[int], bucket: int = 0
-    ) -> tuple[Array, Array]:
+    def draft(self, drafter: str, slots: range, starts: Sequence[int], bucket: int = 0) -> tuple[Array, Array]:
         """Right after :meth:`embeds`: (draft_ids [B,K], draft_logits [B,K,V]) of blocks at ``starts``."""
         size, start_B = self.bundle.drafters[drafter].spec.block_size, np.array(starts, np.int64)
         kv_index = live_rows(int(start_B.max()) + size, bucket)
@@ -203,9 +197,7 @@ class Step:
     width: int
 
 
-def ragged_steps(
-    rng: np.random.Generator, sequences: Rows, prompts: Sequence[int], chunk: int = 16
-) -> Iterator[Step]:
+def ragged_steps(rng: np.random.Generator, sequences: Rows, prompts: Sequence[int], chunk: int = 16) -> Iterator[Step]:
     """Sequences through prefill in ragged chunks, then plain steps and verifies whose wrong drafts are rolled back."""
     done, decoding = [0] * len(sequences), 0
     while any(at < len(sequence) for at, sequence in zip(done, sequences, strict=True)):

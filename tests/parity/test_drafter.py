@@ -82,9 +82,7 @@ class Chain:
         target = TargetOracle(pair.target)
         self.oracles = {name: DrafterOracle(path, target, tap_offset) for name, path in pair.drafters.items()}
         states = [target(sequence)[1] for sequence in self.sequences]
-        self.features = {
-            name: [oracle.features(state) for state in states] for name, oracle in self.oracles.items()
-        }
+        self.features = {name: [oracle.features(state) for state in states] for name, oracle in self.oracles.items()}
         self.caches = {name: [oracle.cache() for _ in prompts] for name, oracle in self.oracles.items()}
         self.drafted_to = {name: [0] * len(prompts) for name in self.oracles}
         self.at = [0] * len(prompts)
@@ -122,9 +120,7 @@ class Chain:
             ids, logits = self.engines.draft(name, slots, starts)
             for row, i in enumerate(slots):
                 since = slice(self.drafted_to[name][i], starts[row])
-                theirs = oracle.draft(
-                    self.caches[name][i], self.features[name][i][since], anchors[row], starts[row]
-                )
+                theirs = oracle.draft(self.caches[name][i], self.features[name][i][since], anchors[row], starts[row])
                 self.drafted_to[name][i] = starts[row]
                 assert theirs.shape[0] == size - 1
                 yield Drafted(name, ids[row], logits[row, :, : self.vocab], theirs[:, : self.vocab])
@@ -223,12 +219,8 @@ def test_what_stale_cache_rows_hold_changes_no_draft(tmp_path: Path) -> None:
         np.testing.assert_array_equal(run, runs[0])
 
 
-@pytest.mark.parametrize(
-    "keys", [{}, {"block_size": 16, "intermediate_size": 97}], ids=["plain", "odd width"]
-)
-def test_an_int8_drafter_agrees_with_the_float_one(
-    tmp_path: Path, keys: dict[str, Any], measure: Any
-) -> None:
+@pytest.mark.parametrize("keys", [{}, {"block_size": 16, "intermediate_size": 97}], ids=["plain", "odd width"])
+def test_an_int8_drafter_agrees_with_the_float_one(tmp_path: Path, keys: dict[str, Any], measure: Any) -> None:
     drafters = {"draft": {"taps": (0, 2), **keys}}
     pair = build_pair(tmp_path, TARGET, drafters, draft_weights="int8")
     same, total = 0, 0

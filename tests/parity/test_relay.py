@@ -116,9 +116,7 @@ def test_terms_equal_the_formulas(tmp_path: Path, keys: dict[str, Any], h_scale:
     for i, state in enumerate(STATES):
         served = {}
         if state is not None:
-            served = relayed(
-                keys.get("relay_start", "after_rejection"), state.num_accepted, state.drafted, BLOCK
-            )
+            served = relayed(keys.get("relay_start", "after_rejection"), state.num_accepted, state.drafted, BLOCK)
         for j in range(BLOCK):
             if state is not None and j in served:
                 row = pending[i, served[j]]
@@ -165,17 +163,13 @@ def test_an_untrained_relay_is_the_embedding_bit_by_bit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("garbage", [1e30, -3e38])
 @pytest.mark.parametrize("start", RELAY_STARTS)
-def test_slots_without_relay_ignore_huge_pending_rows(
-    tmp_path: Path, start: RelayStart, garbage: float
-) -> None:
+def test_slots_without_relay_ignore_huge_pending_rows(tmp_path: Path, start: RelayStart, garbage: float) -> None:
     """Rows that no slot receives, slots of other requests, and whole requests without a state."""
     pair = _relay_pair(tmp_path, relay_start=start)
     engines, pending = _with_pending(pair)
     expected = engines.embeds("draft", range(SLOTS), [3, 4, 5, 6], STATES)
     for i, state in enumerate(STATES):
-        used = (
-            set() if state is None else set(relayed(start, state.num_accepted, state.drafted, BLOCK).values())
-        )
+        used = set() if state is None else set(relayed(start, state.num_accepted, state.drafted, BLOCK).values())
         pending[i, [row for row in range(BLOCK) if row not in used]] = garbage
     found = engines.embeds("draft", range(SLOTS), [3, 4, 5, 6], STATES)
     np.testing.assert_array_equal(found, expected)

@@ -59,14 +59,10 @@ class Trace:
 class Case:
     """A built target, eight ragged requests, and the first one's trace from one pass, alone, on one thread."""
 
-    def __init__(
-        self, folder: Path, keys: dict[str, Any], options: dict[str, Any], length: int = LENGTH
-    ) -> None:
+    def __init__(self, folder: Path, keys: dict[str, Any], options: dict[str, Any], length: int = LENGTH) -> None:
         taps = tuple(reversed(range(keys.get("num_hidden_layers", 3) - 1)))
         plain = {"use_sliding_window": False, "attention_bias": False}
-        self.pair: Pair = build_pair(
-            folder, keys, {"draft": {"taps": taps, **plain}} if taps else {}, **options
-        )
+        self.pair: Pair = build_pair(folder, keys, {"draft": {"taps": taps, **plain}} if taps else {}, **options)
         rng, vocab = np.random.default_rng(0), self.pair.config["vocab_size"]
         lengths = [length, *(max(3, length - 11 * i) for i in range(1, BATCH))]
         self.prompts = [random_tokens(rng, count, vocab) for count in lengths]
@@ -127,12 +123,8 @@ def test_rows_of_a_call(case: Case, rows: int) -> None:
 def test_batch_and_place_in_it(case: Case, batch: int) -> None:
     for slot in {0, batch // 2, batch - 1}:
         case.trace([16], range(batch), slot).assert_same(case.expected, f"slot {slot}")
-        case.trace([16], range(batch), slot, threads=2).assert_same(
-            case.expected, f"slot {slot}, two threads"
-        )
-    case.trace([40, 1], range(BATCH - batch, BATCH), BATCH - 1).assert_same(
-        case.expected, "another range of slots"
-    )
+        case.trace([16], range(batch), slot, threads=2).assert_same(case.expected, f"slot {slot}, two threads")
+    case.trace([40, 1], range(BATCH - batch, BATCH), BATCH - 1).assert_same(case.expected, "another range of slots")
 
 
 @pytest.mark.parametrize("bucket", [128, 192, 384])
@@ -159,13 +151,9 @@ def test_any_partition_of_the_prompt(case: Case, data: st.DataObject) -> None:
     found.assert_same(case.expected, f"{chunks}, slot {slot} of {batch}, width {width}, {threads} threads")
 
 
-@pytest.mark.parametrize(
-    "heads", [(2, 1), (4, 2), (2, 2)], ids=["one kv head", "two kv heads", "one head a group"]
-)
+@pytest.mark.parametrize("heads", [(2, 1), (4, 2), (2, 2)], ids=["one kv head", "two kv heads", "one head a group"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_long_contexts_on_more_threads_than_kv_heads(
-    tmp_path: Path, heads: tuple[int, int], head_dim: int
-) -> None:
+def test_long_contexts_on_more_threads_than_kv_heads(tmp_path: Path, heads: tuple[int, int], head_dim: int) -> None:
     """A split of one head's product among threads would change the order of its sums, from some 128 rows on."""
     keys = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "head_dim": head_dim}
     options = {"max_seq_len": 500, "max_input_len": 450}
@@ -173,9 +161,7 @@ def test_long_contexts_on_more_threads_than_kv_heads(
     for threads in (1, 2, 3, 8):
         for chunks in ([256], [16], [400, 1]):
             case.trace(chunks, threads=threads).assert_same(case.expected, f"{threads} threads, {chunks}")
-        case.trace([100], range(3), 1, threads=threads).assert_same(
-            case.expected, f"{threads} threads, batch"
-        )
+        case.trace([100], range(3), 1, threads=threads).assert_same(case.expected, f"{threads} threads, batch")
 
 
 def test_heads_too_wide_for_this_are_refused(tmp_path: Path) -> None:

@@ -36,9 +36,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
     target = {"num_hidden_layers": 4, "vocab_size": 300, "attention_bias": True}
     drafters = {name: {**keys, "attention_bias": True} for name, keys in drafters.items()}
     return {
-        form: build_pair(
-            tmp_path_factory.mktemp(form), target, drafters, target_weights=form, draft_weights=form
-        )
+        form: build_pair(tmp_path_factory.mktemp(form), target, drafters, target_weights=form, draft_weights=form)
         for form in FORMS
     }
 
@@ -56,8 +54,7 @@ def model(path: Path) -> onnx.ModelProto:
 
 def _contract(pair: Pair, path: Path) -> c.EngineContract:
     found = {
-        f"{name}.{contract.engine}" if name else contract.engine: contract
-        for name, contract in pair.bundle.contracts()
+        f"{name}.{contract.engine}" if name else contract.engine: contract for name, contract in pair.bundle.contracts()
     }
     return found[path.stem]
 
@@ -92,8 +89,7 @@ def test_inputs_and_outputs_are_those_of_the_contract(pairs: dict[str, Pair], pa
         expected = {spec.name: list(contract.shape(spec)) for spec in specs}
         expected |= {named(tensor, layer): cache_shape for tensor, layer in caches}
         found = {
-            value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
-            for value in side
+            value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim] for value in side
         }
         assert found == expected
         assert all(dim for shape in found.values() for dim in shape)
@@ -123,9 +119,7 @@ def test_every_node_and_value_has_a_readable_name_of_its_own(model: onnx.ModelPr
             node.name,
             list(node.output),
         )
-    assert not [
-        value for value in values if value.startswith(("val_", "anonymous", "node_")) or value.isdigit()
-    ]
+    assert not [value for value in values if value.startswith(("val_", "anonymous", "node_")) or value.isdigit()]
 
 
 def _same_place(output: str, prefix: str, node: onnx.NodeProto) -> bool:
@@ -142,9 +136,7 @@ def test_caches_are_read_once_by_their_own_scatter(model: onnx.ModelProto) -> No
     for name in pasts:
         assert uses[name] == 1
         assert list(scatters[name].output) == [name.replace("past_", "present_")]
-    assert not [
-        name for function in model.functions for node in function.node for name in node.input if name in pasts
-    ]
+    assert not [name for function in model.functions for node in function.node for name in node.input if name in pasts]
 
 
 def test_plugin_nodes_carry_what_a_plugin_backend_needs(path: Path, model: onnx.ModelProto) -> None:

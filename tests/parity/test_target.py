@@ -79,9 +79,7 @@ def test_logits_and_hidden_equal_transformers(tmp_path: Path, keys: dict[str, An
             assert (passed.hidden_BSX[i, len(step.tokens[i]) :] == 0).all()
             np.testing.assert_array_equal(passed.next_ids_BS[i, :kept], ours_SV.argmax(-1))
             clear = _clear_rows(logits[span, :live])
-            np.testing.assert_array_equal(
-                passed.next_ids_BS[i, :kept][clear], logits[span, :live].argmax(-1)[clear]
-            )
+            np.testing.assert_array_equal(passed.next_ids_BS[i, :kept][clear], logits[span, :live].argmax(-1)[clear])
             rows += kept
     assert rows == sum(LENGTHS)
     for name, error in worst.items():
@@ -108,9 +106,7 @@ def test_an_int8_target_agrees_with_the_float_model(tmp_path: Path) -> None:
     assert np.abs(ours - logits).max() > TOLERANCE["target logits"]
 
 
-@pytest.mark.parametrize(
-    "keys", [{}, MIXED, {"num_key_value_heads": 4}], ids=["full", "window", "one head a group"]
-)
+@pytest.mark.parametrize("keys", [{}, MIXED, {"num_key_value_heads": 4}], ids=["full", "window", "one head a group"])
 def test_what_stale_cache_rows_hold_changes_no_bit(tmp_path: Path, keys: dict[str, Any]) -> None:
     pair = _pair(tmp_path, keys)
     sequences = _sequences(4, 256)

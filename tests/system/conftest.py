@@ -57,7 +57,7 @@ def example(example_folder: Path) -> Iterator[Pair]:
 
 @pytest.fixture(scope="session")
 def example_prompts(example_folder: Path) -> list[dict[str, Any]]:
-    """The held-out prompts as conversations, at least 200: repeated with a shorter text where the file has fewer."""
+    """200 held-out prompts as conversations: repeated with a shorter text where the file has fewer."""
     lines = (example_folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     texts = [json.loads(line)["prompt"] for line in lines if line.strip()]
     assert len(texts) >= 50
@@ -65,4 +65,4 @@ def example_prompts(example_folder: Path) -> list[dict[str, Any]]:
     while len(texts) < 200:
         texts += [text[: len(text) * cut // (cut + 1)] for text in texts[: 200 - len(texts)]]
         cut += 1
-    return [{"messages": [{"role": "user", "content": text}]} for text in texts]
+    return [{"messages": [{"role": "user", "content": text}]} for text in texts[:200]]

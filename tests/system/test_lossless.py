@@ -549,7 +549,7 @@ def test_a_second_call_beside_an_open_stream_is_refused_and_not_waited_for(plain
     prompts, params = random_prompts(2, seed=20), SamplingParams(max_tokens=12, ignore_eos=True)
     stream = llm.generate_stream(prompts, params, strategy="dflow")
     tokens = list(next(stream).token_ids)
-    with pytest.raises(UserError, match="a stream of this LLM is still open"):
+    with pytest.raises(UserError, match="a stream of this LLM is open in this thread"):
         llm.generate(prompts, params)
     tokens += [token for piece in stream for token in piece.token_ids]
     assert len(tokens) == 24

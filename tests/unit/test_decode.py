@@ -16,6 +16,7 @@ from fake import (
     FakeRuntime,
     Round,
     Script,
+    TargetCall,
     Toy,
     drafter_spec,
     expect,
@@ -150,7 +151,17 @@ class Bench:
         assert stats.accepted == sum(r.accepted for r in rounds)
         assert stats.emitted == stats.output_tokens - 1, "the prefill token is in no round"
         assert stats.relayed_slots == sum(r.relayed for r in rounds)
+        prefills = [call for call in self.runtime.target_calls if self.prefills(call, request)]
+        assert stats.prefill_passes == len(prefills)
         assert stats.target_passes == stats.prefill_passes + stats.rounds
+
+    @staticmethod
+    def prefills(call: TargetCall, request: Request) -> bool:
+        """Whether a pass ran prompt rows of a request with a first token of its own."""
+        return any(
+            name == request.prompt_ids[0] and start < len(request.prompt_ids) and block
+            for start, block, name in zip(call.starts, call.blocks, call.names, strict=True)
+        )
 
 
 def make_bench(scripts: Mapping[str, Script] = SCRIPTS, max_queue: int = 1024, **build: Any) -> Bench:
@@ -340,6 +351,17 @@ def test_a_skipped_round_keeps_the_relay() -> None:
     assert bench.last[request.id].stats.relayed_slots > 0
 
 
+def test_the_relay_of_a_held_request_between_two_others_is_used_once() -> None:
+    bench, rng = make_bench(max_batch_size=4), np.random.default_rng(0)
+    requests = [bench.request(prompt(i, 5), "flow", id=f"q{i}", max_tokens=50) for i in range(4)]
+    for request in requests:
+        bench.submit(request)
+    while bench.unfinished:
+        bench.step({i for i in bench.unfinished if rng.integers(2)})
+    for request in requests:
+        bench.check(request)
+
+
 def test_holding_everything_runs_nothing() -> None:
     bench = make_bench()
     for i in range(3):
@@ -378,6 +400,7 @@ def test_short_prompts_beside_a_long_one_start_in_the_first_step() -> None:
     bench.step()
     assert bench.tokens["short"]
     assert not bench.tokens["long"]
+    assert bench.runtime.target_calls[0].width == 16, "nothing long pads the short one"
     bench.drain()
     for request in bench.requests.values():
         bench.check(request)
@@ -705,6 +728,16 @@ def test_prefill_goes_on_within_the_smallest_token_budget(heads_per_group: int) 
         bench.check(request)
 
 
+def test_more_waiting_prompts_than_rows_take_turns() -> None:
+    """Two rows a request at least (one head a group), and fewer rows in all than that for everyone."""
+    bench = make_bench({}, max_batch_size=8, max_num_tokens=9, heads_per_group=1)
+    for i in range(8):
+        bench.submit(bench.request(prompt(i, 20), id=f"q{i}", max_tokens=1))
+    bench.drain()
+    for request in bench.requests.values():
+        bench.check(request)
+
+
 # -- sampling ----------------------------------------------------------------------------------------------------------
 
 SAMPLED: list[dict[str, Any]] = [
@@ -749,6 +782,7 @@ def test_sampler_errors_fail_their_request_alone_and_keep_what_was_emitted_befor
         assert last.error is not None
         assert "position 7" in last.error
         assert last.stats.output_tokens == len(bench.tokens["failing"]), "counts equal what was emitted"
+        assert last.stats.emitted == 1, "and the prefill token is in no round"
         results.append(bench.tokens["failing"])
     assert results == [[7, 7]] * len(STRATEGIES)
 
@@ -759,7 +793,7 @@ def test_broken_logits_end_one_request_where_they_break(strategy: str, position:
     """NaN logits for one request from one position on, whether the prefill, a drafted row or the bonus meets it."""
     bench = make_bench()
     bench.runtime.fail_logits = lambda name, at: name == 1 and at >= position
-    sampled = bench.request(prompt(1, 5), strategy, id="sampled", max_tokens=30, temperature=1.0, seed=3)
+    sampled = bench.request(prompt(1, 5), strategy, id="sampled", max_tokens=30, temperature=0.01, seed=3)
     other = bench.request(prompt(2, 5), "flow", id="other", max_tokens=30)
     bench.run(sampled, other)
     bench.check(other)
@@ -770,6 +804,9 @@ def test_broken_logits_end_one_request_where_they_break(strategy: str, position:
     assert f"position {position}" in last.error
     assert tuple(bench.tokens["sampled"]) == wanted[: position - 5], "what came before is delivered"
     assert last.stats.output_tokens == position - 5
+    assert last.stats.emitted == max(0, position - 6)
+    assert last.stats.accepted == sum(a for _, a, _ in bench.accepted["sampled"]) + last.num_accepted
+    assert last.num_accepted == len(last.tokens)
 
 
 def test_an_error_beside_shorter_verifies_keeps_the_others_relay() -> None:
