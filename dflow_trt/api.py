@@ -299,9 +299,16 @@ class LLM:
                 stream = self._text_stream(each)
                 stop = stream.push if stream is not None else None
                 request = Request(f"{number}-{k}", ids, each, chosen[i], seed, k, draft_tokens, stop)
-                self._decoder.check(request)
+                self._check(request, i)
                 samples.append(_Sample(i, text, request, stream))
         return samples
+
+    def _check(self, request: Request, index: int) -> None:
+        """The decoder's own check, its message naming the prompt as the caller knows it."""
+        try:
+            self._decoder.check(request)
+        except UserError as error:
+            raise UserError(str(error).replace(f"request {request.id}", f"prompt {index}", 1)) from None
 
     def _prompt_ids(self, prompt: Prompt, index: int) -> tuple[str | None, list[int]]:
         kind, value = _prompt_kind(prompt, index)

@@ -90,6 +90,8 @@ def _drafter_source(text: str) -> Any:
 
     name, separator, path = text.partition("=")
     if separator and not Path(text).exists():
+        if not name:
+            raise UserError(f"--drafter: {text!r} has no name before '='; allowed: NAME=DIR, or DIR alone")
         return DrafterSource(Path(path), name)
     return DrafterSource(Path(text))
 

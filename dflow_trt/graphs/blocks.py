@@ -157,21 +157,16 @@ def attend(
     return g.op(name, "Reshape", mixed, g.ints(0, stack.num_heads, -1, stack.head_dim))
 
 
-def heads(g: GraphBuilder, name: str, x: ir.Value, count: int, head_dim: int) -> ir.Value:
-    """[B,S,count*D] -> [B,S,count,D]."""
-    return g.op(f"{name}.by_head", "Reshape", x, g.ints(0, 0, count, head_dim))
+def by_head(g: GraphBuilder, name: str, fused: ir.Value, counts: dict[str, int], head_dim: int) -> Sequence[ir.Value]:
+    """Fused projections [B,S,all heads * D] -> one [B,count,S,D] for each label of ``counts``."""
+    rows = g.op(f"{name}.by_head", "Reshape", fused, g.ints(0, 0, sum(counts.values()), head_dim))
+    rows = g.op(f"{name}.head_rows", "Transpose", rows, perm=[0, 2, 1, 3])
+    return g.split(name, rows, tuple(counts.values()), tuple(counts), axis=1)
 
 
-def keys_values(
-    g: GraphBuilder, name: str, layer: str, k: ir.Value, v: ir.Value, rope: Rope, stack: StackSpec
-) -> tuple[ir.Value, ir.Value]:
-    """Projected k, v [B,S,N*D] -> normed, rotated keys and values [B,N,S,D], ready for the cache."""
-    size = (stack.num_kv_heads, stack.head_dim)
-    normed = rms_norm(
-        g, f"{name}.k_norm", heads(g, f"{name}.k", k, *size), f"{layer}.self_attn.k_norm.weight", stack.rms_norm_eps
-    )
-    keys = rope.rotate(g, f"{name}.k_rope", g.op(f"{name}.k_rows", "Transpose", normed, perm=[0, 2, 1, 3]))
-    return keys, g.op(f"{name}.v_rows", "Transpose", heads(g, f"{name}.v", v, *size), perm=[0, 2, 1, 3])
+def normed_rotated(g: GraphBuilder, name: str, x: ir.Value, weight: str, rope: Rope, stack: StackSpec) -> ir.Value:
+    """Queries or keys [B,heads,S,D], normed a head and rotated."""
+    return rope.rotate(g, f"{name}_rope", rms_norm(g, f"{name}_norm", x, weight, stack.rms_norm_eps))
 
 
 @dataclass(frozen=True)
@@ -197,16 +192,9 @@ class DecoderLayers:
     def _attention(self, i: int, name: str, source: str, x: ir.Value) -> ir.Value:
         g, stack = self.g, self.stack
         q, k, v = self._project(name, source, x)
-        normed = rms_norm(
-            g,
-            f"{name}.q_norm",
-            heads(g, f"{name}.q", q, stack.num_heads, stack.head_dim),
-            f"{source}.self_attn.q_norm.weight",
-            stack.rms_norm_eps,
-        )
-        queries = self.rope.rotate(g, f"{name}.q_rope", g.op(f"{name}.q_rows", "Transpose", normed, perm=[0, 2, 1, 3]))
-        keys, values = keys_values(g, name, source, k, v, self.rope, stack)
-        live = [self._live(i, name, label, rows) for label, rows in (("k", keys), ("v", values))]
+        queries = normed_rotated(g, f"{name}.q", q, f"{source}.self_attn.q_norm.weight", self.rope, stack)
+        keys = normed_rotated(g, f"{name}.k", k, f"{source}.self_attn.k_norm.weight", self.rope, stack)
+        live = [self._live(i, name, label, rows) for label, rows in (("k", keys), ("v", v))]
         mask = self.visibility.mask(stack.causal[i], stack.windows[i])
         mixed = g.op(
             f"{name}.by_row", "Transpose", attend(g, name, queries, live[0], live[1], mask, stack), perm=[0, 2, 1, 3]
@@ -220,8 +208,8 @@ class DecoderLayers:
         parts = [f"{source}.self_attn.{label}_proj" for label in "qkv"]
         bias = [f"{part}.bias" for part in parts] if stack.attention_bias else []
         qkv = linear(self.g, f"{name}.qkv_proj", x, [f"{part}.weight" for part in parts], bias)
-        kv = stack.num_kv_heads * stack.head_dim
-        return self.g.split(name, qkv, (stack.num_heads * stack.head_dim, kv, kv), "qkv")
+        counts = {"q": stack.num_heads, "k": stack.num_kv_heads, "v": stack.num_kv_heads}
+        return by_head(self.g, name, qkv, counts, stack.head_dim)
 
     def _live(self, i: int, name: str, label: str, rows: ir.Value) -> ir.Value:
         """Write rows into the cache and give its live part [B,N,T,D]."""

@@ -96,11 +96,13 @@ class GraphBuilder:
             self._named[name] = self.op(name, kind, *inputs, **attributes)
         return self._named[name]
 
-    def split(self, name: str, x: ir.Value, sizes: Sequence[int], labels: Sequence[str]) -> Sequence[ir.Value]:
-        """Split the last axis into labelled parts."""
+    def split(
+        self, name: str, x: ir.Value, sizes: Sequence[int], labels: Sequence[str], axis: int = -1
+    ) -> Sequence[ir.Value]:
+        """Split an axis, by default the last, into labelled parts."""
         outputs = [ir.val(f"{name}.{label}") for label in labels]
         inputs = [x, self.ints(*sizes)]
-        return self._tape.op_multi_out("Split", inputs, {"axis": -1}, outputs=outputs, name=f"{name}.split")
+        return self._tape.op_multi_out("Split", inputs, {"axis": axis}, outputs=outputs, name=f"{name}.split")
 
     def constant(self, name: str, array: np.ndarray[Any, Any]) -> ir.Value:
         """A small initializer that lies in the graph itself; one value a name."""

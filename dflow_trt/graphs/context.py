@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from dflow_trt import contract as c
 from dflow_trt.graphs import store
-from dflow_trt.graphs.blocks import Rope, keys_values, linear
+from dflow_trt.graphs.blocks import Rope, by_head, linear, normed_rotated
 from dflow_trt.graphs.builder import NUMPY, GraphBuilder
 from dflow_trt.spec import DrafterSpec
 
@@ -23,15 +23,14 @@ def build_context(g: GraphBuilder, drafter: DrafterSpec, taps: Sequence[int]) ->
     h = _project(g, drafter, _own_columns(g, drafter, taps))
     rope = Rope.of(g, stack, positions)
     x = h if g.lowering.dtype == "float32" else g.cast("h.cast", h, g.lowering.dtype)
-    kv = stack.num_kv_heads * stack.head_dim
     for i in range(stack.num_layers):
         name, parts = f"layers.{i}.attn", [f"layers.{i}.self_attn.{label}_proj" for label in "kv"]
         bias = [f"{part}.bias" for part in parts] if stack.attention_bias else []
         fused = linear(g, f"{name}.kv_proj", x, [f"{part}.weight" for part in parts], bias)
-        k, v = g.split(name, fused, (kv, kv), "kv")
-        keys, values = keys_values(g, name, f"layers.{i}", k, v, rope, stack)
+        k, v = by_head(g, name, fused, {"k": stack.num_kv_heads, "v": stack.num_kv_heads}, stack.head_dim)
+        keys = normed_rotated(g, f"{name}.k", k, f"layers.{i}.self_attn.k_norm.weight", rope, stack)
         g.update_cache(i, "k", keys, write_index)
-        g.update_cache(i, "v", values, write_index)
+        g.update_cache(i, "v", v, write_index)
 
 
 def _own_columns(g: GraphBuilder, drafter: DrafterSpec, taps: Sequence[int]) -> ir.Value:

@@ -1,6 +1,7 @@
 """The drafter engine: one non-causal pass over a block of mask slots and the target's context.
 
-DFlash, arXiv 2602.06036. The block's keys and values go to cache rows A..A+K, where the next context pass overwrites them.
+DFlash, arXiv 2602.06036. The block's keys and values go to cache rows A..A+K, where the next context pass overwrites
+them.
 """
 
 from __future__ import annotations
