@@ -26,6 +26,7 @@ from bench_common import (
 from dflow_trt.api import LLM
 from dflow_trt.build import BuildOptions, DrafterSource, build_bundle
 from dflow_trt.bundle import Bundle
+from dflow_trt.errors import UserError
 from dflow_trt.method.sampling import SamplingParams
 from dflow_trt.prompts import read_prompts
 from dflow_trt.spec import AUTOREGRESSIVE
@@ -83,6 +84,8 @@ def run_example(options: ExampleOptions) -> tuple[dict[str, Any], list[Goal]]:
     peers = _Peers(options, bundle)
     contenders = [*_ours(bundle, llms, prompts, options.max_tokens), *peers.contenders(prompts)]
     _interleave(contenders, options.repetitions)
+    for llm in llms.values():
+        llm.close()
     agreement = _check(contenders, peers, prompts)
     figures = _figures(contenders, options, agreement)
     _print(figures)
@@ -111,7 +114,10 @@ def _encode(llm: LLM, prompt: dict[str, Any]) -> list[int]:
     if "prompt_token_ids" in prompt:
         return list(prompt["prompt_token_ids"])
     messages = prompt.get("messages") or [{"role": "user", "content": prompt["prompt"]}]
-    return llm.tokenizer.encode_chat(messages)
+    try:
+        return llm.tokenizer.encode_chat(messages)
+    except UserError:  # no chat template
+        return llm.tokenizer.encode(prompt["prompt"])
 
 
 def _ours(bundle: Bundle, llms: dict[int, LLM], prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Contender]:

@@ -2,7 +2,7 @@
 
 Reads JSON lines from stdin and answers each with one JSON line on stdout: ``export`` (a Hugging Face folder to
 OpenVINO's form, by optimum-intel, int8 by NNCF), ``open`` (a pipeline), ``start`` (a request; runs its prefill),
-``step`` (so many rounds, timed one by one), ``finish``.
+``step`` (so many rounds, timed one by one).
 """
 
 from __future__ import annotations
@@ -103,19 +103,11 @@ def step(name: str, count: int) -> dict[str, Any]:
     return {"wall": wall, "cpu": cpu, "tokens": tokens}
 
 
-def finish(name: str) -> dict[str, Any]:
-    """Release the pipeline."""
-    HANDLES.pop(name, None)
-    PIPELINES.pop(name, None)
-    return {}
-
-
 COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     "export": export,
     "open": open_pipeline,
     "start": start,
     "step": step,
-    "finish": finish,
 }
 
 

@@ -301,10 +301,22 @@ def _check(ours: Sequence[OurLane], theirs: Sequence[PeerLane], pair: Path) -> d
             if common_prefix(tokens, expected) < lengths[-1]:
                 raise Disagreement(f"{lane.name}: request {i} differs from ar")
         agreement[lane.name] = {"sequences": lane.batch, "same": lane.batch, "tokens": sum(lengths)}
-    expected = plain["float", CONTEXT, 0]
     for peer in theirs:
-        agreement[peer.name] = _check_peer(peer, expected, pair)
+        agreement[peer.name] = _check_peer(peer, plain["float", CONTEXT, 0], pair)
+    agreement |= _self_agreement(theirs)
     return agreement
+
+
+def _self_agreement(theirs: Sequence[PeerLane]) -> dict[str, Any]:
+    """How far the peer's int8 DFlash gives the tokens of its own int8 plain decoding: reported, not required."""
+    tokens = {lane.name: lane.tokens[0] for lane in theirs}
+    names = [_theirs("int8+int8 dflash"), _theirs("int8 ar")]
+    if not all(name in tokens for name in names):
+        return {}
+    fast, plain = (tokens[name] for name in names)
+    length, same = min(len(fast), len(plain)), common_prefix(fast, plain)
+    label = f"{names[0]} against its own int8 ar"
+    return {label: {"sequences": 1, "same": int(same >= length), "tokens": length, "first_difference": same}}
 
 
 def _check_peer(peer: PeerLane, expected: Sequence[int], pair: Path) -> dict[str, Any]:

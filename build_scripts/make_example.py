@@ -54,7 +54,7 @@ from dflow_trt.training.texts import (
 
 END, TURN_START, TURN_END, MASK, PAD = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>", "<|pad|>"
 MAX_POSITIONS = 1024
-CONTROL_STEPS = 4  # plain DFlash steps in the time of one DFlow step
+CONTROL_STEPS = 6  # plain DFlash steps in the time of one DFlow step
 SPECIAL_TOKENS = [END, TURN_START, TURN_END, MASK, PAD]
 
 console = Console(stderr=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -103,17 +104,18 @@ class _Sample:
     request: Request
     text: TextStream | None
     picks: list[Pick] = field(default_factory=list)
-    parts: list[str] = field(default_factory=list)
     last: Emission | None = None
 
-    def take(self, emission: Emission) -> StreamOutput:
-        """Record one emission, and say what it added."""
+    def record(self, emission: Emission) -> None:
+        """Keep what one round gave."""
         self.picks += emission.picks
         self.last = emission
+
+    def piece(self, emission: Emission) -> StreamOutput:
+        """What that round added, for a stream."""
         delta = ""
         if self.text is not None:
             delta = self.text.finish() if emission.finish_reason else self.text.take()
-        self.parts.append(delta)
         return StreamOutput(
             self.request.id,
             self.prompt_index,
@@ -135,7 +137,7 @@ class _Sample:
         assert self.last.finish_reason is not None
         return CompletionOutput(
             index=self.request.sample_index,
-            text="".join(self.parts),
+            text=self.text.finish() if self.text is not None else "",
             token_ids=tuple(pick.token for pick in self.picks),
             finish_reason=self.last.finish_reason,
             stats=self.last.stats,
@@ -209,8 +211,8 @@ class LLM:
         Raises UserError, before any work, when a prompt or an option is not acceptable.
         """
         samples = self._samples(prompts, sampling_params, strategy, draft_tokens)
-        for _ in self._run(samples):
-            pass
+        for sample, emission in self._run(samples):
+            sample.record(emission)
         grouped = itertools.groupby(samples, key=lambda sample: sample.prompt_index)
         return [self._request_output(list(group)) for _, group in grouped]
 
@@ -234,7 +236,12 @@ class LLM:
         draft_tokens: int | None = None,
     ) -> Iterator[StreamOutput]:
         """As :meth:`generate`, a piece a round as it comes. Leaving the iterator early cancels what is unfinished."""
-        return self._run(self._samples(prompts, sampling_params, strategy, draft_tokens))
+        return self._pieces(self._samples(prompts, sampling_params, strategy, draft_tokens))
+
+    def _pieces(self, samples: Sequence[_Sample]) -> Iterator[StreamOutput]:
+        with contextlib.closing(self._run(samples)) as rounds:
+            for sample, emission in rounds:
+                yield sample.piece(emission)
 
     def cancel(self, request_id: str) -> bool:
         """End one request of a running stream at its next round; False if it is not in flight."""
@@ -250,7 +257,7 @@ class LLM:
             outputs=tuple(sample.output() for sample in samples),
         )
 
-    def _run(self, samples: Sequence[_Sample]) -> Iterator[StreamOutput]:
+    def _run(self, samples: Sequence[_Sample]) -> Generator[tuple[_Sample, Emission], None, None]:
         if self._running_in == threading.get_ident():
             raise UserError("generate: a stream of this LLM is open in this thread; read it to its end or close it")
         with self._lock:
@@ -264,7 +271,7 @@ class LLM:
                     result = self._decoder.step()
                     self.last_rounds.append(result)
                     for emission in result.emissions:
-                        yield by_id[emission.request_id].take(emission)
+                        yield by_id[emission.request_id], emission
             finally:
                 self._running_in = None
                 self._abandon(by_id)

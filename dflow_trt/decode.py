@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
@@ -137,7 +138,8 @@ class Decoder:
         self._admit()
         decoding = [slot for slot in self._slots if slot.phase is Phase.DECODE]
         rows = self._decode_round(decoding, hold)
-        self._prefill(range(len(decoding), len(self._slots)), self._bundle.build.max_num_tokens - rows, hold)
+        budget = max(self._bundle.build.max_num_tokens, self._min_rows) - rows
+        self._prefill(range(len(decoding), len(self._slots)), budget, hold)
         self._retire()
         spent = self._round.milliseconds
         spent["host"] = (time.perf_counter() - start) * 1e3 - sum(spent.values())
@@ -427,4 +429,12 @@ def _padded(rows: Sequence[Sequence[int]], width: int) -> Array:
 
 def _kv_index(length: int) -> Array:
     """[T]: the live cache rows, in whole steps."""
-    return np.arange(-(-length // CACHE_STEP) * CACHE_STEP)
+    return _arange(-(-length // CACHE_STEP) * CACHE_STEP)
+
+
+@lru_cache(maxsize=256)
+def _arange(length: int) -> Array:
+    """0..length-1, shared and read-only."""
+    rows = np.arange(length)
+    rows.setflags(write=False)
+    return rows

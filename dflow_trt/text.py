@@ -45,6 +45,7 @@ class Tokenizer:
         self._special_tokens = dict(special_tokens)
         self._templates = dict(templates)
         self._compiled: dict[str, jinja2.Template] = {}
+        self._bytes: dict[int, bytes] = {}  # of tokens seen
         self.size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token for token, entry in added.items() if entry.special)
@@ -114,6 +115,11 @@ class Tokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token of a byte-level vocabulary stands for; none for an id that does not exist."""
+        if token not in self._bytes:
+            self._bytes[token] = self._spelled(token)
+        return self._bytes[token]
+
+    def _spelled(self, token: int) -> bytes:
         text = self._backend.id_to_token(token) or ""
         mapped = [_BYTE_OF_CHAR.get(char) for char in text]
         return text.encode() if None in mapped else bytes(byte for byte in mapped if byte is not None)
@@ -332,6 +338,8 @@ class StopMatcher:
         """
         if self._stopped:
             return "", True
+        if not self._stops:
+            return delta, False
         text = self._held + delta
         found = self._completed(text, len(self._held)) if search else []
         self._stopped = bool(found)

@@ -331,6 +331,7 @@ class Sampler:
         self._set_bias(params.logit_bias or {})
         self._set_bad_words(params.banned_sequences)
         self._set_penalties(prompt_ids)
+        self._always_processes = self._has_processors()
 
     def _set_bias(self, bias: Mapping[int, float]) -> None:
         self._check_ids("logit_bias", bias)
@@ -365,14 +366,18 @@ class Sampler:
     @property
     def needs_logits(self) -> bool:
         """False while the engine's own argmax over the live vocabulary is the answer."""
-        return not self._params.greedy or self._params.logprobs is not None or self._processes
+        return self._processes or not self._params.greedy or self._params.logprobs is not None
 
     @property
     def _processes(self) -> bool:
         """Whether any processor changes the logits of the next token."""
+        return self._always_processes or self._masks_stops
+
+    def _has_processors(self) -> bool:
+        """Those that last as long as the request; only min_tokens comes to an end."""
         has_words = len(self._banned_ids) > 0 or len(self._bad_words) > 0
         penalised = self._output is not None or self._seen is not None
-        return len(self._bias_ids) > 0 or self._masks_stops or has_words or penalised
+        return len(self._bias_ids) > 0 or has_words or penalised
 
     @property
     def _masks_stops(self) -> bool:

@@ -14,7 +14,7 @@ class Runtime(Protocol):
     """Engines over a fixed number of slots.
 
     A slot is one row of every KV cache and of ``pending_h``. The tensors that the contract calls "device" stay inside
-    the runtime: the target leaves ``hidden`` for the context, the context leaves ``h``, the relay leaves ``block_embeds``.
+    the runtime: the target leaves ``hidden`` for the context, the context ``h``, the relay ``block_embeds``.
     """
 
     def run(

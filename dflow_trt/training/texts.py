@@ -98,11 +98,11 @@ def _receipt(rng: random.Random) -> tuple[str, str]:
 def _stock(rng: random.Random) -> tuple[str, str]:
     had, sold, left = _difference_operands(rng)
     item = rng.choice(ITEMS)
-    return f"{item} {had} - {sold}", f"{item} {left}"
+    return f"{item} {had} - {sold}", f"{item} {had} - {sold} = {left}"
 
 
 def _comparison(rng: random.Random) -> tuple[str, str]:
-    a, b = rng.sample(range(2, 99), 2)
+    a, b = rng.sample(range(2, 41), 2)
     return f"{a} or {b}", f"{a} {'<' if a < b else '>'} {b}"
 
 
@@ -129,7 +129,7 @@ _TASKS = {
     "results": _Task(_result_only, ("Give the results only.", "Just the answers, please."), 12, 26),
     "tests": _Task(_test, ("Write a check for each call.", "Turn these calls into tests."), 4, 11),
     "receipt": _Task(_receipt, ("Write a receipt.", "What does each item cost?"), 5, 13),
-    "stock": _Task(_stock, ("Update the stock.", "How many are left of each?"), 10, 22),
+    "stock": _Task(_stock, ("Update the stock.", "How many are left of each?"), 5, 13),
     "compare": _Task(_comparison, ("Which is larger?", "Compare the numbers."), 8, 20),
     "letters": _Task(_letters, ("Count the letters.", "How long is each word?"), 10, 24),
 }
