@@ -7,12 +7,15 @@ of position A' + j - 1, which is row a + j of the last verify pass. It exists wh
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from dflow_trt.spec import RelayStart
 
+Rows = np.ndarray[Any, np.dtype[np.int64]]
+Flags = np.ndarray[Any, np.dtype[np.bool_]]
 FIRST_SLOT: dict[RelayStart, int] = {"after_rejection": 2, "at_rejection": 1}
 
 
@@ -29,14 +32,21 @@ class RelayState:
     reject_id: int
 
 
-def relay_rows(
-    state: RelayState, start: RelayStart, block_size: int
-) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.bool_]]]:
+def relay_rows(state: RelayState, start: RelayStart, block_size: int) -> tuple[Rows, Flags]:
     """(source row [J], whether relayed [J]) of each block slot; the source of a slot without relay is a valid row."""
+    return _rows(state.num_accepted, state.drafted, FIRST_SLOT[start], block_size)
+
+
+@lru_cache(maxsize=4096)
+def _rows(num_accepted: int, drafted: int, first: int, block_size: int) -> tuple[Rows, Flags]:
+    """The answer depends on few small numbers, so it is worked out once for each; read-only."""
     slots_J = np.arange(block_size)
-    rows_J = state.num_accepted + slots_J
-    on_J = (slots_J >= FIRST_SLOT[start]) & (rows_J <= state.drafted)
-    return np.where(on_J, rows_J, 0), on_J
+    rows_J = num_accepted + slots_J
+    on_J = (slots_J >= first) & (rows_J <= drafted)
+    source_J = np.where(on_J, rows_J, 0)
+    for array in (source_J, on_J):
+        array.setflags(write=False)
+    return source_J, on_J
 
 
 def relay_state(drafts: tuple[int, ...], tokens: tuple[int, ...], num_accepted: int) -> RelayState | None:
