@@ -20,4 +20,5 @@ if [ ${#arguments[@]} -eq 0 ]; then
   mypy
 fi
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-exec python -m pytest "${marker[@]}" "${arguments[@]}"
+# A file's tests share bundles, so a file stays with one worker.
+exec python -m pytest -n auto --maxprocesses 4 --dist loadfile "${marker[@]}" "${arguments[@]}"
