@@ -349,6 +349,7 @@ def make_pair(recipe: Recipe, output: Path, finished_target: Path | None, contro
         tau["dflash_longer"] = measure_control(recipe, dflash, bench, seconds)
     figures = {
         "line_accuracy": accuracy,
+        "answers_ended": sum(one.response_ids[-1] == tokenizer.eos_token_id for one in held_out),
         "mean_response_tokens": round(sum(len(one.response_ids) for one in held_out) / len(held_out), 1),
         "tau": tau,
         "seconds": seconds,
@@ -450,8 +451,9 @@ def write_cards(output: Path, recipe: Recipe, figures: dict[str, Any]) -> None:
     accuracy, tau = figures["line_accuracy"]["all"], figures["tau"]
     target = f"A Qwen3 model of {recipe.target_layers} layers and hidden size {recipe.hidden_size}."
     accurate = (
-        f"Of the lines that it answers on {tau['dflash']['prompts']} held-out prompts {accuracy:.1%} are right; an "
-        f"answer has\n{figures['mean_response_tokens']} tokens on average and ends with the end-of-turn token."
+        f"Of the lines that it answers on {tau['dflash']['prompts']} held-out prompts {accuracy:.1%} are right. An answer "
+        f"has\n{figures['mean_response_tokens']} tokens on average; {figures['answers_ended']} end with the end-of-turn "
+        f"token within {recipe.max_new_tokens} tokens."
     )
     dflash = DFLASH_CARD.format(block=recipe.block_size, steps=recipe.dflash.optimiser.steps)
     dflow = DFLOW_CARD.format(steps=recipe.dflow.optimiser.steps, rounds=recipe.dflow.rounds, control=CONTROL_STEPS)
