@@ -2,7 +2,8 @@
 
 Everything is drawn from one seed. A worksheet domain (`dflow_trt.training.texts`) gives the texts; a small
 Qwen3 target learns to answer them; a one-layer DFlash drafter learns from the target's own answers; DFlow
-continues from that drafter with self-conditioned rounds and the relay. Takes some 25 minutes on one core.
+continues from that drafter with self-conditioned rounds and the relay. Takes some 20 minutes on one
+core; needs the package installed with its extra `train`.
 
     python build_scripts/make_example.py --output example/
     python build_scripts/make_example.py --output example/ --target example/target   # keep a finished target
@@ -91,7 +92,7 @@ class Recipe:
     drafter_batch: int = 16
     dflash: DrafterSettings = field(default_factory=lambda: DrafterSettings(OptimiserSettings(1500, 3e-3), anchors=12))
     dflow: DrafterSettings = field(
-        default_factory=lambda: DrafterSettings(OptimiserSettings(400, 1.5e-3), anchors=12, rounds=3, relay=True)
+        default_factory=lambda: DrafterSettings(OptimiserSettings(1600, 1.5e-3), anchors=12, rounds=3, relay=True)
     )
 
 
@@ -451,9 +452,9 @@ def write_cards(output: Path, recipe: Recipe, figures: dict[str, Any]) -> None:
     accuracy, tau = figures["line_accuracy"]["all"], figures["tau"]
     target = f"A Qwen3 model of {recipe.target_layers} layers and hidden size {recipe.hidden_size}."
     accurate = (
-        f"Of the lines that it answers on {tau['dflash']['prompts']} held-out prompts {accuracy:.1%} are right. An answer "
-        f"has\n{figures['mean_response_tokens']} tokens on average; {figures['answers_ended']} end with the end-of-turn "
-        f"token within {recipe.max_new_tokens} tokens."
+        f"Of the lines that it answers on {tau['dflash']['prompts']} held-out prompts {accuracy:.1%} are right. An "
+        f"answer has\n{figures['mean_response_tokens']} tokens on average; {figures['answers_ended']} end with the "
+        f"end-of-turn token within {recipe.max_new_tokens} tokens."
     )
     dflash = DFLASH_CARD.format(block=recipe.block_size, steps=recipe.dflash.optimiser.steps)
     dflow = DFLOW_CARD.format(steps=recipe.dflow.optimiser.steps, rounds=recipe.dflow.rounds, control=CONTROL_STEPS)

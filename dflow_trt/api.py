@@ -7,17 +7,19 @@ import dataclasses
 import itertools
 import threading
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from dflow_trt.bundle import Bundle, open_bundle
+import numpy as np
+
+from dflow_trt.bundle import Bundle, check_unchanged, open_bundle
 from dflow_trt.decode import Decoder
 from dflow_trt.errors import UserError
 from dflow_trt.method.sampling import Pick, SamplingParams, fresh_seed
-from dflow_trt.request import Emission, Request, RequestStats, RoundResult
+from dflow_trt.request import Emission, Request, RequestStats
 from dflow_trt.runtime.base import Runtime
 from dflow_trt.runtime.ort import OrtRuntime
 from dflow_trt.text import TextStream, Tokenizer
@@ -165,23 +167,26 @@ class LLM:
         verify: bool = True,
         runtime: Runtime | None = None,
     ) -> None:
+        _check_int("max_queue", max_queue, 1)
         self.bundle = bundle if isinstance(bundle, Bundle) else open_bundle(bundle, verify)
         folder = self.bundle.tokenizer_path
         self.tokenizer = Tokenizer.from_folder(folder) if folder else None
         slots = self._num_slots(max_batch_size)
         self._runtime = runtime or OrtRuntime(self.bundle, threads, slots)
+        check_unchanged(self.bundle)
         self._max_queue = max_queue
         self._decoder = Decoder(self.bundle, self._runtime, max_queue, slots)
         self._lock = threading.Lock()
         self._running_in: int | None = None
+        self._closed = False
         self._ids = itertools.count()
-        self.last_rounds: list[RoundResult] = []
 
     def _num_slots(self, wanted: int | None) -> int:
         limit = self.bundle.build.max_batch_size
-        if wanted is not None and not 1 <= wanted <= limit:
-            raise UserError(f"max_batch_size: {wanted}; allowed: 1 to {limit}, what the bundle was built for")
-        return wanted or limit
+        if wanted is None:
+            return limit
+        _check_int("max_batch_size", wanted, 1, limit, ", what the bundle was built for")
+        return wanted
 
     def __enter__(self) -> Self:
         return self
@@ -192,7 +197,8 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Release the engines."""
+        """Release the engines; the LLM cannot be used any more."""
+        self._closed = True
         self._runtime.close()
 
     def generate(
@@ -261,24 +267,26 @@ class LLM:
         if self._running_in == threading.get_ident():
             raise UserError("generate: a stream of this LLM is open in this thread; read it to its end or close it")
         with self._lock:
-            self._running_in = threading.get_ident()
             waiting, by_id = deque(samples), {sample.request.id: sample for sample in samples}
-            self.last_rounds = []
             try:
                 while waiting or not self._decoder.idle:
+                    self._running_in = threading.get_ident()  # a stream may be read on by another thread
+                    self._check_open()
                     while waiting and self._decoder.num_queued < self._max_queue:
                         self._decoder.submit(waiting.popleft().request)
-                    result = self._decoder.step()
-                    self.last_rounds.append(result)
-                    for emission in result.emissions:
+                    for emission in self._decoder.step().emissions:
                         yield by_id[emission.request_id], emission
             finally:
                 self._running_in = None
                 self._abandon(by_id)
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UserError("this LLM was closed; open the bundle again")
+
     def _abandon(self, ids: Mapping[str, Any]) -> None:
         """Free the slots of what a caller did not wait for."""
-        if not self._decoder.idle:
+        if not self._decoder.idle and not self._closed:
             for request_id in ids:
                 self._decoder.cancel(request_id)
             self._decoder.step()
@@ -293,8 +301,14 @@ class LLM:
         draft_tokens: int | None,
     ) -> list[_Sample]:
         """n samples a prompt, every one of them checked."""
-        listed: list[Prompt] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        self._check_open()
+        listed = _listed_prompts(prompts)
+        if draft_tokens is not None:
+            _check_int("draft_tokens", draft_tokens, 0)
         params = _one_each("sampling_params", sampling_params or SamplingParams(), len(listed))
+        for each in params:
+            if not isinstance(each, SamplingParams):
+                raise UserError(f"sampling_params: {type(each).__name__}; allowed: SamplingParams, or one a prompt")
         chosen = [self.bundle.strategy(name) for name in _one_each("strategy", strategy, len(listed))]
         samples = []
         for i, (prompt, each) in enumerate(zip(listed, params, strict=True)):
@@ -320,12 +334,15 @@ class LLM:
     def _prompt_ids(self, prompt: Prompt, index: int) -> tuple[str | None, list[int]]:
         kind, value = _prompt_kind(prompt, index)
         if kind == "prompt_token_ids":
-            return None, list(value)
+            return None, _token_ids(value, index)
         if self.tokenizer is None:
             raise UserError(f"prompt {index}: this bundle has no tokenizer; give prompt_token_ids instead of {kind}")
-        if kind == "messages":
-            return None, self.tokenizer.encode_chat(value)
-        return value, self.tokenizer.encode(value)
+        try:
+            if kind == "messages":
+                return None, self.tokenizer.encode_chat(value)
+            return value, self.tokenizer.encode(value)
+        except UserError as error:
+            raise UserError(f"prompt {index}: {error}") from None
 
     def _with_word_ids(self, params: SamplingParams) -> SamplingParams:
         """bad_words as token ids, for the sampler; what needs a tokenizer is refused without one."""
@@ -353,6 +370,28 @@ def _one_each(name: str, given: Any, count: int) -> list[Any]:
     return list(given)
 
 
+def _check_int(name: str, value: Any, low: int, high: int | None = None, why: str = "") -> None:
+    """UserError unless ``value`` is an integer from ``low`` to ``high``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        allowed = f"{low} or more" if high is None else f"{low} to {high}"
+        raise UserError(f"{name}: {value!r}; allowed: {allowed}{why}")
+
+
+def _listed_prompts(prompts: Any) -> list[Prompt]:
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise UserError(f"prompts: {type(prompts).__name__}; allowed: a prompt, or a list of prompts")
+    return list(prompts)
+
+
+def _token_ids(value: Any, index: int) -> list[int]:
+    """Plain integers; numpy's are taken too. What they may be is the decoder's to say."""
+    if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
+        raise UserError(f"prompt {index}: prompt_token_ids is {type(value).__name__}; allowed: a list of token ids")
+    return [int(token) if isinstance(token, np.integer) else token for token in value]
+
+
 def _listed(value: Any) -> Sequence[Any]:
     return [value] if isinstance(value, str) else value
 
@@ -366,5 +405,5 @@ def _prompt_kind(prompt: Prompt, index: int) -> tuple[str, Any]:
         given = [kind for kind in kinds if kind in prompt]
         if len(given) == 1 and (given[0] != "prompt" or isinstance(prompt["prompt"], str)):
             return given[0], prompt[given[0]]
-    found = sorted(prompt) if isinstance(prompt, Mapping) else type(prompt).__name__
+    found = sorted(map(str, prompt)) if isinstance(prompt, Mapping) else type(prompt).__name__
     raise UserError(f"prompt {index}: {found}; allowed: a text, or a dict with one of {', '.join(kinds)}")

@@ -40,6 +40,7 @@ from dflow_trt.selfcheck import run_self_check
 from dflow_trt.spec import BuildSpec, DType, TargetSpec, WeightForm
 
 DEFAULT_BATCH, DEFAULT_INPUT, DEFAULT_SEQ, DEFAULT_TOKENS = 8, 1024, 2048, 256
+MAX_BATCH = 4096
 DISK_MARGIN = 64 << 20
 
 
@@ -106,7 +107,7 @@ def build_bundle(
     ``force``), and when the numerical self-check fails.
     """
     report = report or Silent()
-    output = output.resolve()  # a link is followed, not replaced
+    output = _resolved(output)
     _remove_leftovers(output)
     _check_output(output, force)
     source = read_target(target)
@@ -126,6 +127,15 @@ def build_bundle(
     return open_bundle(output, verify=False)
 
 
+def _resolved(output: Path) -> Path:
+    """The folder itself: a link is followed, not replaced."""
+    try:
+        str(output).encode()
+        return output.resolve()
+    except (OSError, RuntimeError, UnicodeEncodeError):  # a loop of links, a name that is no text
+        raise UserError(f"--output: {str(output)!r} is no usable path; choose another folder") from None
+
+
 def _read_drafters(sources: Sequence[DrafterSource], target: TargetSpec) -> list[DrafterCheckpoint]:
     drafts = [read_drafter(source.path, target, source.name) for source in sources]
     names = [draft.spec.name for draft in drafts]
@@ -142,7 +152,7 @@ def _build_spec(options: BuildOptions, target: TargetSpec, block_size: int) -> B
     max_input = min(DEFAULT_INPUT, seq - 1) if options.max_input_len is None else options.max_input_len
     lowest = options.max_batch_size * block_size
     tokens = max(DEFAULT_TOKENS, lowest) if options.max_num_tokens is None else options.max_num_tokens
-    _check_range("--max-batch-size", options.max_batch_size, 1, None)
+    _check_range("--max-batch-size", options.max_batch_size, 1, MAX_BATCH)
     _check_range("--max-seq-len", seq, 2, target.max_position, "the target's max_position_embeddings")
     _check_range("--max-input-len", max_input, 1, seq - 1, "max_seq_len - 1")
     _check_range(
@@ -183,6 +193,13 @@ def _check_output(output: Path, force: bool) -> None:
         raise UserError(f"--output: {output} is not empty and no bundle; choose another folder")
     if entries and not force:
         raise UserError(f"--output: {output} holds a bundle already; give --force to replace it, or another folder")
+    foreign = sorted(path.name for path in entries if not _of_a_bundle(path))
+    if foreign:  # replacing the folder would remove it, perhaps the very checkpoints that are to be read
+        raise UserError(f"--output: {output} also holds {foreign[0]!r}, no part of a bundle; move it or choose another")
+
+
+def _of_a_bundle(path: Path) -> bool:
+    return path.name in (c.MANIFEST, c.TOKENIZER_DIR) or path.suffix in (".onnx", ".data")
 
 
 OLD = "-old"  # suffix of a replaced bundle until it is removed

@@ -112,8 +112,8 @@ class Bundle:
 
     def strategy(self, name: str | None) -> Strategy:
         """The strategy of that name, or the default one; UserError if the bundle lacks it."""
-        name = name or self.default_strategy
-        if name not in self.strategies:
+        name = self.default_strategy if name is None else name
+        if not isinstance(name, str) or name not in self.strategies:
             offered = ", ".join(self.strategies)
             raise UserError(f"strategy: this bundle has no {name!r}; it offers {offered}")
         return self.strategies[name]
@@ -148,7 +148,14 @@ def write_manifest(bundle: Bundle) -> None:
         "self_check": dict(bundle.self_check),
         "files": {name: to_json(entry) for name, entry in sorted(bundle.files.items())},
     }
-    (bundle.path / c.MANIFEST).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(data | {"seal": _seal(data)}, indent=1) + "\n"
+    (bundle.path / c.MANIFEST).write_text(text, encoding="utf-8")
+
+
+def _seal(data: Mapping[str, Any]) -> str:
+    """A hash of the whole manifest but itself: limits and sizes that engines do not have crash them."""
+    rest = {key: value for key, value in data.items() if key != "seal"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def _pairing(bundle: Bundle, entry: DrafterEntry) -> str:
@@ -169,7 +176,15 @@ def open_bundle(path: str | Path, verify: bool = True) -> Bundle:
     _check_types(bundle)
     _check_drafters(bundle, {name: entry["pairing"] for name, entry in data["drafters"].items()})
     _check_files(bundle, verify)
+    if data["seal"] != _seal(data):
+        raise _unfit(path, "changed since the bundle was built")
     return bundle
+
+
+def check_unchanged(bundle: Bundle) -> None:
+    """UserError if the bundle on disk is another than the opened one: rebuilt while its engines were loaded."""
+    if open_bundle(bundle.path, verify=False) != bundle:
+        raise UserError(f"{bundle.path}: was replaced while it was being opened; open it again")
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -204,7 +219,7 @@ def _unfit(path: Path, found: str) -> UserError:
     return UserError(f"{path / c.MANIFEST}: {found}; build the bundle again")
 
 
-_FIELDS = ("format_version", "built_with", "target", "drafters", "build", "self_check", "files")
+_FIELDS = ("format_version", "built_with", "target", "drafters", "build", "self_check", "files", "seal")
 _DRAFTER_FIELDS = ("spec", "fingerprint", "target_fingerprint", "pairing")
 
 
@@ -286,7 +301,7 @@ def _check_drafters(bundle: Bundle, pairings: Mapping[str, Any]) -> None:
 
 def _check_files(bundle: Bundle, verify: bool) -> None:
     for name in bundle.files:
-        if not _inside(name):
+        if not _inside(name) or not (bundle.path / name).resolve().is_relative_to(bundle.path.resolve()):
             raise _unfit(bundle.path, f"file {name!r} is outside the bundle")
     needed = [engine_file(contract.engine, drafter) for drafter, contract in bundle.contracts()]
     for name in needed:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
+import shlex
 import signal
 import sys
 import time
@@ -16,7 +18,7 @@ import click
 
 from dflow_trt import __version__
 from dflow_trt.errors import UserError
-from dflow_trt.spec import AUTOREGRESSIVE, DTYPES, WEIGHT_FORMS
+from dflow_trt.spec import AUTOREGRESSIVE, DTYPES, RELAY_STARTS, WEIGHT_FORMS
 
 if TYPE_CHECKING:
     from dflow_trt.api import LLM, Prompt
@@ -142,6 +144,134 @@ def example(folder: Path) -> None:
     click.echo(f"next: dflow-trt build --target {folder / 'target'} {drafters} --output {folder / 'bundle'}")
 
 
+POSITIVE = click.IntRange(1)
+
+
+@cli.command()
+@click.option("--target", type=FOLDER, required=True, help="Folder of the target model (Qwen3, safetensors).")
+@click.option(
+    "--prompts", "file", type=click.Path(path_type=Path), required=True, help="JSONL, as for generate; see --chat."
+)
+@click.option("--output", type=FOLDER, required=True, help="Folder of the drafter.")
+@click.option("--mode", type=click.Choice(["dflash", "self-conditioned", "dflow"]), help="[default: dflash]")
+@click.option("--from", "source", type=FOLDER, help="A drafter to go on from, e.g. DFlash for --mode dflow.")
+@click.option("--rounds", type=POSITIVE, help="Rounds a step after the mask-only one. [default: 2; dflash has none]")
+@click.option("--block-size", type=click.IntRange(2), help="The anchor and its drafts. [default: 16, or as --from]")
+@click.option("--taps", metavar="N,N,...", help="Target layers that are read. [default: spread evenly, or as --from]")
+@click.option("--layers", type=POSITIVE, help="Layers of the drafter. [default: 5, or as --from]")
+@click.option("--mask-token-id", type=int, help="[default: the first spare row, else the token <|mask|>]")
+@click.option(
+    "--relay-start", type=click.Choice(RELAY_STARTS), help="[default: after_rejection; dflow only, or as --from]"
+)
+@click.option("--decay", type=float, help="Slot j weighs exp(-(j - 1) / decay). [default: 4]")
+@click.option("--steps", type=POSITIVE, help="[default: 1000]")
+@click.option("--batch-size", type=POSITIVE, help="Sequences of a batch. [default: 8]")
+@click.option("--anchors", type=POSITIVE, help="Blocks a sequence and batch. [default: 8]")
+@click.option("--learning-rate", type=float, help="[default: 0.0006]")
+@click.option("--accumulate", type=POSITIVE, help="Batches of a step. [default: 1]")
+@click.option("--max-new-tokens", type=click.IntRange(2), help="Longest answer of the target. [default: 256]")
+@click.option("--temperature", type=float, help="Of the answers trained on; 0 is greedy. [default: 0]")
+@click.option("--held-out", type=POSITIVE, help="Prompts to measure on and not to train on. [default: 32]")
+@click.option("--every", type=POSITIVE, help="Steps between checkpoints, with tau measured. [default: a tenth]")
+@click.option("--seed", type=int, help="[default: 0]")
+@click.option("--threads", type=POSITIVE, help="CPU threads. [default: all cores]")
+@click.option("--cache", type=FOLDER, help="Folder of answers and checkpoints. [default: OUTPUT.cache]")
+@click.option("--chat", is_flag=True, help="Format prompts as one user message by the model's chat template.")
+@click.option("--resume", is_flag=True, help="Go on from the last checkpoint of a run with the same settings.")
+@click.option("--dry-run", is_flag=True, help="Print sizes, memory and times after a few steps; write nothing.")
+@click.option("--force", is_flag=True, help="Replace an existing drafter.")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+def train(
+    target: Path,
+    file: Path,
+    output: Path,
+    source: Path | None,
+    threads: int | None,
+    cache: Path | None,
+    chat: bool,
+    resume: bool,
+    dry_run: bool,
+    force: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Train a DFlash or DFlow drafter on the target's own answers (CPU)."""
+    job, plans, progress = _training()
+    plans.check_output(output, force, [target, *([source] if source else [])])
+    given = {name: value for name, value in options.items() if value is not None}
+    given |= {"taps": _taps(given["taps"])} if "taps" in given else {}
+    plan = plans.make_plan(*_pair(plans, target, source), _training_prompts(target, file, chat), plans.Options(**given))
+    signal.signal(signal.SIGTERM, _interrupt)  # as Ctrl-C: nothing half-written stays
+    job.set_threads(threads)
+    if dry_run:
+        _show_figures(job.estimate(plan), as_json)
+        return
+    place = cache or output.with_name(output.name + ".cache")
+    with progress.Bar() as bar:
+        figures = job.train(plan, output, place, resume, shlex.join(["dflow-trt", *sys.argv[1:]]), bar)
+    _show_figures(figures, as_json)
+
+
+def _training() -> tuple[Any, Any, Any]:
+    """The modules behind `train`, which need torch."""
+    try:
+        from dflow_trt.training import job, plan, progress
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("torch", "transformers"):
+            raise
+        raise UserError(f"train: needs {error.name}; install it with: pip install 'dflow-trt[train]'") from None
+    return job, plan, progress
+
+
+def _taps(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UserError(f"--taps: {text!r}; allowed: layer numbers with commas between, e.g. 1,3,4") from None
+
+
+def _pair(plans: Any, target: Path, source: Path | None) -> tuple[Any, Any]:
+    """The target's and, if given, the drafter's folder as the plan takes them."""
+    from dflow_trt.checkpoint.drafter import read_drafter
+    from dflow_trt.checkpoint.target import read_target
+
+    model = read_target(target)
+    checked = plans.TargetSource(target, model.spec, model.fingerprint)
+    if source is None:
+        return checked, None
+    draft = read_drafter(source, model.spec)
+    return checked, plans.DrafterSource(source, draft.spec, draft.fingerprint, draft.weights.read)
+
+
+def _training_prompts(target: Path, file: Path, chat: bool) -> list[Any]:
+    """Token ids of every prompt in the file, with its line."""
+    from dflow_trt.prompts import read_prompts
+    from dflow_trt.text import Tokenizer
+    from dflow_trt.training.plan import Prompt
+
+    prompts = [_as_chat(prompt) if chat else prompt for prompt in read_prompts(file)]
+    lines = [number for number, line in enumerate(file.read_text("utf-8-sig").split("\n"), 1) if line.strip()]
+    texts = any("prompt_token_ids" not in prompt for prompt in prompts)
+    tokenizer = Tokenizer.from_folder(target) if texts else None
+    return [Prompt(line, _ids(prompt, tokenizer)) for line, prompt in zip(lines, prompts, strict=True)]
+
+
+def _ids(prompt: Any, tokenizer: Any) -> tuple[int, ...]:
+    ((kind, value),) = prompt.items()
+    if kind == "prompt_token_ids":
+        return tuple(value)
+    return tuple(tokenizer.encode_chat(value) if kind == "messages" else tokenizer.encode(value))
+
+
+def _show_figures(figures: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        _print_json(figures)
+        return
+    for name, value in figures.items():
+        if not isinstance(value, dict):
+            click.echo(f"{name.replace('_', ' ')}: {f'{value:,}' if isinstance(value, int) else value}")
+
+
 def _sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Every field of SamplingParams as a flag."""
     flags: list[tuple[str, dict[str, Any]]] = [
@@ -231,6 +361,8 @@ def generate(
     with LLM(bundle, threads=threads, max_batch_size=batch_size) as llm:
         names = list(dict.fromkeys(strategies or [llm.bundle.default_strategy]))
         if stream:
+            if params.n > 1:
+                raise UserError("--stream: shows one sample; leave out --n")
             _stream(llm, prompts, params, names[0], draft_tokens)
             return
         if compare_ar:
@@ -247,6 +379,14 @@ def generate(
                 console.show_text(output)
         console.show_runs(runs)
     _check_lossless(runs)
+    _check_errors(runs)
+
+
+def _check_errors(runs: Sequence[StrategyRun]) -> None:
+    """A request that failed alone fails the command, after everything else was shown."""
+    failed = [sample for run in runs for output in run.outputs for sample in output.outputs if sample.error]
+    if failed:
+        raise UserError(f"generate: {len(failed)} requests failed, the first with: {failed[0].error}")
 
 
 def _prompts(texts: Sequence[str], file: Path | None, chat: bool) -> list[Prompt]:
@@ -336,9 +476,13 @@ def _print_json(data: Any) -> None:
 
 def main() -> None:
     """The console script: user errors are one line and exit code 1."""
+    for output in (sys.stdout, sys.stderr):
+        if isinstance(output, io.TextIOWrapper):
+            output.reconfigure(errors="replace")  # a terminal that cannot show a character shows a mark
     try:
         cli(standalone_mode=False)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # None where the caller closed it
+            sys.stdout.flush()
     except UserError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(1)

@@ -17,10 +17,12 @@ import onnxruntime as ort
 
 from dflow_trt import contract as c
 from dflow_trt.bundle import Bundle
+from dflow_trt.errors import UserError
 from dflow_trt.runtime.base import Array
 from dflow_trt.spec import DrafterSpec
 
 NUMPY_KINDS: dict[str, Any] = {"int64": np.int64, "bool": np.bool_, "float32": np.float32, "engine": np.float32}
+MAX_THREADS = 512  # far more than cores only slows down, and very many never start
 MAX_BINDINGS = 256  # an IoBinding of a deep model holds a few hundred entries
 
 Key = tuple[str, str | None]
@@ -49,7 +51,7 @@ class OrtRuntime:
         self.slots = slots or bundle.build.max_batch_size
         wanted = (item for item in bundle.contracts() if item[1].engine in engines)
         self._contracts = {(contract.engine, name): contract for name, contract in wanted}
-        threads = threads or usable_cores()
+        threads = _checked_threads(threads)
         self._sessions = {
             key: _session(bundle, key, _session_options(_engine_threads(contract, threads)))
             for key, contract in self._contracts.items()
@@ -66,7 +68,12 @@ class OrtRuntime:
         if not contract.cache_layers:
             return []
         shape = (self.slots, contract.static["N"], contract.static["L"], contract.static["D"])
-        return [np.zeros(shape, np.float32) for _ in range(2 * contract.cache_layers)]
+        try:
+            return [np.zeros(shape, np.float32) for _ in range(2 * contract.cache_layers)]
+        except MemoryError:
+            raise UserError(
+                f"max_batch_size: no memory for the caches of {self.slots} requests of {shape[2]} rows; take fewer"
+            ) from None
 
     def _share_drafter_caches(self) -> None:
         """Context and drafter engine work on one cache."""
@@ -179,6 +186,14 @@ def _engine_threads(contract: c.EngineContract, threads: int) -> int:
     return min(threads, contract.static["N"]) if contract.engine in (c.TARGET, c.DRAFTER) else threads
 
 
+def _checked_threads(threads: int | None) -> int:
+    if threads is None:
+        return usable_cores()
+    if not isinstance(threads, int) or not 1 <= threads <= MAX_THREADS:
+        raise UserError(f"threads: {threads!r}; allowed: 1 to {MAX_THREADS}")
+    return threads
+
+
 def _session_options(threads: int) -> Any:
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
@@ -189,7 +204,11 @@ def _session_options(threads: int) -> Any:
 
 def _session(bundle: Bundle, key: Key, options: Any) -> Any:
     path = bundle.engine_path(key[0], key[1])
-    return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    try:
+        return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # the library raises classes of its own
+        reason = str(error).splitlines()[0][:200]
+        raise UserError(f"{path}: ONNX Runtime cannot load it ({reason}); build the bundle again") from error
 
 
 def _sizes(contract: c.EngineContract, feeds: Mapping[str, Array]) -> dict[str, int]:

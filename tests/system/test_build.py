@@ -377,6 +377,16 @@ def test_other_folders_and_files_are_never_overwritten(models: Path, tmp_path: P
     assert contents(tmp_path) == {"thesis/chapter.txt": b"years of work", "file": b"x"}
 
 
+def test_force_never_removes_what_is_no_part_of_a_bundle(models: Path, tmp_path: Path) -> None:
+    output = tmp_path / "bundle"
+    run(models, output)
+    shutil.copytree(models / "target", output / "target")
+    before = contents(output)
+    with pytest.raises(UserError, match="also holds 'target'"):
+        build_bundle(output / "target", [], output, BuildOptions(), force=True, self_check="off")
+    assert contents(output) == before
+
+
 def test_an_empty_folder_is_filled(models: Path, tmp_path: Path) -> None:
     (tmp_path / "bundle").mkdir()
     run(models, tmp_path / "bundle")

@@ -143,7 +143,7 @@ def test_a_drafter_folder_may_have_an_equals_sign_in_its_name(dflow: Run, models
 @pytest.mark.parametrize(
     ("flags", "parts"),
     [
-        (["--max-batch-size", "0"], ["--max-batch-size: 0; allowed: at least 1"]),
+        (["--max-batch-size", "0"], ["--max-batch-size: 0; allowed: 1 to 4096"]),
         (["--max-seq-len", "1"], ["--max-seq-len: 1; allowed: 2 to 4096"]),
         (["--max-seq-len", "5000"], ["--max-seq-len: 5000", "max_position_embeddings"]),
         (["--max-seq-len", "0"], ["--max-seq-len: 0"]),
@@ -153,7 +153,7 @@ def test_a_drafter_folder_may_have_an_equals_sign_in_its_name(dflow: Run, models
         (["--max-num-tokens", "0"], ["--max-num-tokens: 0"]),
         (["--backend", "tensorflow"], ["--backend", "'tensorflow'", "onnxruntime"]),
         (["--dtype", "bfloat16"], ["--dtype: bfloat16"]),
-        (["--drafter", "=x"], ["x: config.json"]),
+        (["--drafter", "=x"], ["'=x' has no name"]),
         (["--drafter", "ar=FLOW"], ["'ar'"]),
         (["--drafter", "FLOW"], ["two drafters are called 'dflow'"]),
         (["--drafter", "a/../b=FLOW"], ["a/../b"]),
@@ -515,6 +515,12 @@ def test_a_closed_pipe_is_no_error_message(bundle: Path, command: list[str]) -> 
     _, stderr = process.communicate(timeout=60)
     assert stderr == ""
     assert process.returncode != 0
+
+
+def test_closed_standard_output_is_no_traceback(bundle: Path) -> None:
+    shell = '"$0" -c "$1" inspect "$2" >&-'
+    done = subprocess.run(["bash", "-c", shell, sys.executable, MAIN, str(bundle)], stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_reader_that_leaves_early(bundle: Path) -> None:

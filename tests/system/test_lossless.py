@@ -543,6 +543,18 @@ def test_cancelling_one_request_of_a_stream_leaves_the_others_alone(plain: Pair)
     assert [found[i] for i in (0, 2, 3, 4)] == [wanted[i] for i in (0, 2, 3, 4)]
 
 
+@pytest.mark.parametrize("params", [{"max_tokens": 3}, [None], 3])
+def test_params_of_another_type_are_refused(plain: Pair, params: Any) -> None:
+    llm = LLM(plain.bundle, runtime=plain.runtime)
+    with pytest.raises(UserError, match=r"^sampling_params: .* allowed: SamplingParams"):
+        llm.generate([{"prompt_token_ids": [1]}], params)
+
+
+def test_a_queue_without_room_is_refused(plain: Pair) -> None:
+    with pytest.raises(UserError, match=r"^max_queue: 0; allowed: 1 or more"):
+        LLM(plain.bundle, runtime=plain.runtime, max_queue=0)
+
+
 def test_a_second_call_beside_an_open_stream_is_refused_and_not_waited_for(plain: Pair) -> None:
     """One thread cannot wait for itself; the stream goes on, and after it the call is welcome."""
     llm = LLM(plain.bundle, runtime=plain.runtime)
