@@ -173,7 +173,7 @@ POSITIVE = click.IntRange(1)
 @click.option("--temperature", type=float, help="Of the answers trained on; 0 is greedy. [default: 0]")
 @click.option("--held-out", type=POSITIVE, help="Prompts to measure on and not to train on. [default: 32]")
 @click.option("--every", type=POSITIVE, help="Steps between checkpoints, with tau measured. [default: a tenth]")
-@click.option("--seed", type=int, help="[default: 0]")
+@click.option("--seed", type=click.IntRange(0), help="[default: 0]")
 @click.option("--threads", type=POSITIVE, help="CPU threads. [default: all cores]")
 @click.option("--cache", type=FOLDER, help="Folder of answers and checkpoints. [default: OUTPUT.cache]")
 @click.option("--chat", is_flag=True, help="Format prompts as one user message by the model's chat template.")
@@ -197,7 +197,8 @@ def train(
 ) -> None:
     """Train a DFlash or DFlow drafter on the target's own answers (CPU)."""
     job, plans, progress = _training()
-    plans.check_output(output, force, [target, *([source] if source else [])])
+    place = cache or output.with_name(output.name + ".cache")
+    plans.check_output(output, place, force, [target, *([source] if source else [])])
     given = {name: value for name, value in options.items() if value is not None}
     given |= {"taps": _taps(given["taps"])} if "taps" in given else {}
     plan = plans.make_plan(*_pair(plans, target, source), _training_prompts(target, file, chat), plans.Options(**given))
@@ -206,9 +207,8 @@ def train(
     if dry_run:
         _show_figures(job.estimate(plan), as_json)
         return
-    place = cache or output.with_name(output.name + ".cache")
     with progress.Bar() as bar:
-        figures = job.train(plan, output, place, resume, shlex.join(["dflow-trt", *sys.argv[1:]]), bar)
+        figures = job.train(plan, output, place, resume, force, shlex.join(["dflow-trt", *sys.argv[1:]]), bar)
     _show_figures(figures, as_json)
 
 
@@ -267,9 +267,12 @@ def _show_figures(figures: dict[str, Any], as_json: bool) -> None:
     if as_json:
         _print_json(figures)
         return
+    from dflow_trt.memory import show_bytes
+
     for name, value in figures.items():
+        shown = show_bytes(value) if name.endswith("_bytes") else f"{value:,}" if isinstance(value, int) else value
         if not isinstance(value, dict):
-            click.echo(f"{name.replace('_', ' ')}: {f'{value:,}' if isinstance(value, int) else value}")
+            click.echo(f"{name.removesuffix('_bytes').replace('_', ' ')}: {shown}")
 
 
 def _sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Trajectories: what the target itself answers, greedily. Drafters train on these and are measured on these."""
+"""Trajectories: what the target itself answers. Drafters train on these and are measured on these."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ def generate_trajectories(
     max_new_tokens: int,
     batch_size: int = 128,
     on_batch: Callable[[int], None] | None = None,
+    temperature: float = 0.0,
 ) -> list[Trajectory]:
-    """Greedy responses to tokenised prompts, in their order, each up to and including its end token.
+    """Responses to tokenised prompts, in their order, each up to and including its end token.
 
     Prompts of similar lengths share a batch, padded on the left. `on_batch` is told the number of prompts
-    done.
+    done. `temperature` 0 is greedy; above it, tokens are drawn from torch's global generator.
     """
+    drawn = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     responses: dict[int, tuple[int, ...]] = {}
     for at in range(0, len(by_length), batch_size):
@@ -35,9 +37,9 @@ def generate_trajectories(
         generated = model.generate(
             input_ids=ids,
             attention_mask=real,
-            do_sample=False,
+            **(drawn if temperature else {"do_sample": False}),
             max_new_tokens=max_new_tokens,
-            eos_token_id=list(end_ids),
+            eos_token_id=list(end_ids) or None,
             pad_token_id=pad_id,
         )
         for index, row in zip(chosen, generated[:, longest:].tolist(), strict=True):

@@ -63,7 +63,7 @@ def train_drafter(
     reach W_c through context and relayed states; drafts, anchors and the target's features carry none.
     """
     drafter.train()
-    optimiser = _Optimiser(drafter, settings.optimiser)
+    optimiser = Optimiser(drafter, settings.optimiser)
     generator = torch.Generator().manual_seed(seed)
     for step in range(settings.optimiser.steps):
         read = next(batches)
@@ -111,7 +111,7 @@ def train_language_model(
 ) -> None:
     """Next-token training of a transformers causal LM, in place; prompt tokens count `prompt_weight`."""
     model.train()
-    optimiser = _Optimiser(model, settings)
+    optimiser = Optimiser(model, settings)
     for step in range(settings.steps):
         batch = next(batches)
         with torch.autocast("cpu", torch.bfloat16) if bf16 else nullcontext():
@@ -131,8 +131,8 @@ def _token_weights(batch: Batch, prompt_weight: float) -> torch.Tensor:
     return torch.where(in_prompt_NS, prompt_weight, batch.weight_NS)
 
 
-class _Optimiser:
-    """AdamW, its schedule and gradient clipping behind one `step(loss)`."""
+class Optimiser:
+    """AdamW, its schedule and gradient clipping behind one `step(loss)`, or its parts for several losses."""
 
     def __init__(self, module: nn.Module, settings: OptimiserSettings) -> None:
         self._settings = settings
@@ -152,8 +152,32 @@ class _Optimiser:
         return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
     def step(self, loss: torch.Tensor) -> None:
+        """One update from one loss."""
+        self.zero_grad()
+        self.backward(loss)
+        self.update()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of the step before."""
         self._adamw.zero_grad(set_to_none=True)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of a loss."""
         loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(self._parameters, self._settings.clip_norm)
-        self._adamw.step()
-        self._schedule.step()
+
+    def update(self) -> float:
+        """Clip the gradients and take the step; returns their norm before. Without a finite norm nothing moves on."""
+        norm = float(nn.utils.clip_grad_norm_(self._parameters, self._settings.clip_norm))
+        if math.isfinite(norm):
+            self._adamw.step()
+            self._schedule.step()
+        return norm
+
+    def state_dict(self) -> dict[str, Any]:
+        """Moments and schedule."""
+        return {"adamw": self._adamw.state_dict(), "schedule": self._schedule.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        self._adamw.load_state_dict(state["adamw"])
+        self._schedule.load_state_dict(state["schedule"])
