@@ -199,6 +199,9 @@ def _session_options(threads: int) -> Any:
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
+    # Every engine has threads of its own. Left to spin after a call, they take the cores from the next engine: with two
+    # threads a round of four engines took 99 ms instead of 35.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
     return options
 
 

@@ -16,6 +16,7 @@ from pairs import VOCAB, Pair
 
 from dflow_trt import LLM, SamplingParams, UserError
 from dflow_trt.bundle import open_bundle
+from dflow_trt.runtime.ort import OrtRuntime
 
 PROMPT = {"prompt_token_ids": [3, 4, 5]}
 
@@ -147,3 +148,11 @@ def test_a_link_out_of_the_bundle_is_refused(plain: Pair, tmp_path: Path) -> Non
     (tmp_path / "bundle" / "vocab.data").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UserError, match=r"'vocab\.data' is outside the bundle"):
         open_bundle(tmp_path / "bundle")
+
+
+def test_threads_of_an_engine_rest_while_another_works(plain: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr("dflow_trt.runtime.ort._session", lambda bundle, key, options: made.append(options))
+    OrtRuntime(plain.bundle, threads=2)
+    assert len(made) == len(list(plain.bundle.contracts()))
+    assert {options.get_session_config_entry("session.force_spinning_stop") for options in made} == {"1"}
