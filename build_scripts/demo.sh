@@ -8,4 +8,4 @@ demo=${1:-$root/demo}
 [ -d "$demo/target" ] || dflow-trt example "$demo" >/dev/null
 dflow-trt build --target "$demo/target" --drafter "$demo/dflash" --drafter "$demo/dflow" --output "$demo/bundle" --force
 dflow-trt generate "$demo/bundle" --prompts "$demo/prompts.jsonl" --chat --limit 24 --batch-size 1 --threads 1 \
-  --strategy dflash --strategy dflow --compare-ar
+  --strategy dflash --strategy dflow-norelay --strategy dflow --compare-ar

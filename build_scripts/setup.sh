@@ -33,8 +33,8 @@ setup_environment() {
   echo "setup: installing dflow-trt${extras:+ with extras: $extras}" >&2
   if [[ " $extras " == *" test "* ]] && ! python -c 'import torch' 2>/dev/null; then
     # The pinned CPU build where one is at hand; a plain requirement would bring gigabytes of CUDA.
-    python -m pip install --quiet 'torch==2.13.0' || return 1
+    python -m pip install -qq 'torch==2.13.0' || return 1
   fi
-  python -m pip install --quiet --editable "$root${extras:+[${extras// /,}]}" || return 1
+  python -m pip install -qq --editable "$root${extras:+[${extras// /,}]}" || return 1
   echo "$wanted" >>"$stamp"
 }

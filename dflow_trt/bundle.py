@@ -289,8 +289,8 @@ def _check_drafters(bundle: Bundle, pairings: Mapping[str, Any]) -> None:
     for name, entry in bundle.drafters.items():
         if entry.target_fingerprint != bundle.target_fingerprint:
             raise UserError(
-                f"{bundle.path / c.MANIFEST}: drafter {name!r} was built for target {entry.target_fingerprint[:12]}, "
-                f"this bundle's target is {bundle.target_fingerprint[:12]}; build the bundle again with both"
+                f"{bundle.path / c.MANIFEST}: drafter {name!r} was built for target {entry.target_fingerprint}, "
+                f"this bundle's target is {bundle.target_fingerprint}; build the bundle again with both"
             )
         if entry.spec.name != name or pairings[name] != _pairing(bundle, entry):
             raise UserError(

@@ -103,7 +103,7 @@ def _check_line(result: Mapping[str, Any]) -> str:
     worst = max(errors, key=errors.__getitem__, default=None)
     line = f"self-check: {result['mode']}"
     if worst is not None:
-        line += f", {len(errors)} sections agree with the reference, worst {worst} at {errors[worst]:.0e} of its size"
+        line += f", {len(errors)} sections match the numpy reference; largest difference {errors[worst]:.0e}, in {worst}"
     if "agreement" in result:
         line += f"; the quantised target agrees with the float model on {result['agreement']:.1%} of the sample text"
     return line
@@ -187,7 +187,13 @@ def show_runs(runs: Sequence[StrategyRun]) -> None:
         same = "-" if run.same is None else f"{run.same}/{f['sequences']}"
         speed = f["tokens_per_second"] / base["tokens_per_second"] if base["tokens_per_second"] else 0.0
         row = (f["output_tokens"], f["target_passes"], f"{f['tau_emitted']:.2f}", f"{f['tau_accepted']:.2f}")
-        table.add_row(run.strategy, *map(str, row), f"{f['tokens_per_second']:.0f}", f"{speed:.2f}x", same)
+        table.add_row(
+            run.strategy,
+            *map(str, row),
+            f"{f['tokens_per_second']:.0f}",
+            f"{speed:.2f}x" if len(runs) > 1 else "-",
+            same,
+        )
     out.print(table)
 
 

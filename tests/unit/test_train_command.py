@@ -428,7 +428,7 @@ def test_without_torch_the_error_names_the_extra(place: Place, monkeypatch: pyte
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torch", None)
     result = place.train(**SHAPE)
-    assert result.stderr == "error: train: needs torch; install it with: pip install 'dflow-trt[train]'\n"
+    assert result.stderr == "error: train: needs torch; install the extra from the checkout: pip install '.[train]'\n"
 
 
 @pytest.mark.parametrize(
