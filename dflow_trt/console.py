@@ -103,7 +103,8 @@ def _check_line(result: Mapping[str, Any]) -> str:
     worst = max(errors, key=errors.__getitem__, default=None)
     line = f"self-check: {result['mode']}"
     if worst is not None:
-        line += f", {len(errors)} sections match the numpy reference; largest difference {errors[worst]:.0e}, in {worst}"
+        found = f"{errors[worst]:.0e}, in {worst}"
+        line += f", {len(errors)} sections match the numpy reference; largest difference {found}"
     if "agreement" in result:
         line += f"; the quantised target agrees with the float model on {result['agreement']:.1%} of the sample text"
     return line
