@@ -156,3 +156,14 @@ def test_threads_of_an_engine_rest_while_another_works(plain: Pair, monkeypatch:
     OrtRuntime(plain.bundle, threads=2)
     assert len(made) == len(list(plain.bundle.contracts()))
     assert {options.get_session_config_entry("session.force_spinning_stop") for options in made} == {"1"}
+
+
+def test_the_shipped_relay_pays_on_held_out_prompts(example: Pair, example_prompts: list[dict[str, Any]]) -> None:
+    with LLM(example.bundle, threads=1) as llm:
+        params = SamplingParams(max_tokens=160)
+        tau = {}
+        for strategy in ("dflow", "dflow-norelay"):
+            stats = [output.stats for output in llm.generate(example_prompts[:60], params, strategy=strategy)]
+            tau[strategy] = sum(s.emitted for s in stats) / sum(s.rounds for s in stats)
+    assert tau["dflow"] >= 2.5
+    assert tau["dflow"] > tau["dflow-norelay"]
