@@ -19,7 +19,6 @@ from dflow_trt import contract as c
 from dflow_trt.errors import UserError
 from dflow_trt.spec import (
     AUTOREGRESSIVE,
-    NO_RELAY_SUFFIX,
     BuildSpec,
     DrafterSpec,
     TargetSpec,
@@ -98,10 +97,9 @@ class Bundle:
     def strategies(self) -> dict[str, Strategy]:
         """Every strategy that a request may name."""
         found = [Strategy(AUTOREGRESSIVE, None, False)]
-        for name, entry in self.drafters.items():
-            found.append(Strategy(name, name, entry.spec.relay is not None))
-            if entry.spec.relay:
-                found.append(Strategy(name + NO_RELAY_SUFFIX, name, False))
+        for spec in self.specs:  # a drafter's own name uses all that it has
+            relay = spec.relay is not None
+            found += [Strategy(name, spec.name, relay and name == spec.name) for name in spec.strategies]
         return {strategy.name: strategy for strategy in found}
 
     @property

@@ -101,7 +101,7 @@ class Visibility:
     def __init__(
         self, g: GraphBuilder, stack: StackSpec, positions: ir.Value, kv_index: ir.Value, end: ir.Value | None = None
     ) -> None:
-        self._g, self._kv, self._end, self._positions = g, kv_index, end, positions
+        self._g, self._kv, self._end = g, kv_index, end
         folded = g.lowering.attention == "fold" and stack.heads_per_group > 1
         rows = g.op("mask.rows", "Tile", positions, g.ints(1, stack.heads_per_group)) if folded else positions
         self._rows = g.op("mask.query", "Unsqueeze", rows, g.ints(1, 3))

@@ -15,7 +15,6 @@ from dflow_trt.spec import DrafterSpec, TargetSpec
 
 Mode = Literal["dflash", "self-conditioned", "dflow"]
 
-MODES: tuple[Mode, ...] = ("dflash", "self-conditioned", "dflow")
 RECORD = "training.json"
 """Beside a drafter that was trained here: how, for which target, with what result."""
 OUTPUT_FILES = ("config.json", "model.safetensors", "README.md", RECORD)
