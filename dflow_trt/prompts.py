@@ -12,24 +12,25 @@ from dflow_trt.errors import UserError
 KINDS = ("prompt", "messages", "prompt_token_ids")
 
 
-def read_prompts(path: Path) -> list[dict[str, Any]]:
+def read_prompts(path: Path, flag: str = "--prompts") -> list[dict[str, Any]]:
     """The prompts of a JSONL file: ``{"prompt": ...}``, ``{"messages": [...]}`` or ``{"prompt_token_ids": [...]}``.
 
-    Blank lines are skipped; other fields (id, task, ...) are left out. UserError names the file, line and fault.
+    Prompt i stands on line i + 1; other fields (id, task, ...) are left out. UserError names the ``flag`` that gave the
+    file, the file, the line and its fault; an empty line before the last prompt is one.
     """
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").rstrip().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise UserError(f"--prompts: {path}: {reason}; give a JSONL file") from None
-    prompts = [_prompt(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not prompts:
-        raise UserError(f"--prompts: {path} holds no prompt; give one JSON object a line")
-    return prompts
+        raise UserError(f"{flag}: {path}: {reason}; give a JSONL file") from None
+    if lines == [""]:
+        raise UserError(f"{flag}: {path} holds no prompt; give one JSON object a line")
+    return [_prompt(f"{flag}: {path} line {number}", line) for number, line in enumerate(lines, 1)]
 
 
-def _prompt(path: Path, number: int, line: str) -> dict[str, Any]:
-    where = f"--prompts: {path} line {number}"
+def _prompt(where: str, line: str) -> dict[str, Any]:
+    if not line.strip():
+        raise UserError(f"{where}: empty; remove the line, or write a prompt there")
     try:
         data = json.loads(line)
     except (ValueError, RecursionError) as error:

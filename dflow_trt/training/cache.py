@@ -17,8 +17,8 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from dflow_trt.files import staged_file
 from dflow_trt.training.data import Trajectory
-from dflow_trt.training.files import staged_file
 
 Ids = tuple[int, ...]
 PIECE = 64
@@ -55,13 +55,14 @@ def answered(
     settings: AnswerSettings,
     answer: Answer,
     on_piece: Callable[[int], None] = lambda done: None,
+    share: tuple[int, int] = (0, 1),
 ) -> list[Trajectory]:
-    """The answers to all prompts, in their order; pieces that are not in the cache yet are made and kept.
+    """The answers to the prompts, in their order; pieces that are not in the cache yet are made and kept.
 
-    `on_piece` is told the number of prompts done.
+    `on_piece` is told the number of prompts done. `share` (i, n) does every n-th piece from the i-th alone.
     """
     place, found = folder / "answers" / settings.key, list[Trajectory]()
-    for piece in _pieces(prompts, settings.piece):
+    for piece in list(_pieces(prompts, settings.piece))[share[0] :: share[1]]:
         path = place / f"{digest(piece)}.safetensors"
         kept = _read(path, piece)
         if kept is None:

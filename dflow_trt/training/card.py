@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
-from dflow_trt.training.files import staged_folder
+from dflow_trt.files import staged_folder
 from dflow_trt.training.model import Drafter
 from dflow_trt.training.plan import RECORD, Plan
+from dflow_trt.training.simulate import Tally
 
 TITLES = {"dflash": "DFlash drafter", "self-conditioned": "Self-conditioned DFlash drafter", "dflow": "DFlow drafter"}
 
@@ -18,16 +19,17 @@ library_name: dflow-trt
 ---
 # {title} for {target}
 
-A block drafter (DFlash, arXiv 2602.06036{relay}) of {layers} and {parameters:,} parameters: blocks of
-{block}, taps {taps}. Trained for {steps} steps on the target's own answers to {prompts} prompts ({tokens:,} tokens),
-{how}. Seed {seed}.
+A block drafter (DFlash, arXiv 2602.06036{parts}) of {layers} and {parameters:,} parameters: blocks of
+{block}, taps {taps}. Trained {start}for {steps} steps on the target's own answers to {prompts} prompts
+({tokens:,} tokens), {how}. Seed {seed}; {seconds} of processor time for the steps.
 
     {command}
 
-Tokens a round on {held_out} held-out prompts, greedy; emitted tokens count the bonus token, accepted drafts do not:
+Tokens a round on {held_out} held-out prompts, greedy (T = 0) and sampled (T = 1); emitted tokens count the bonus token,
+accepted drafts do not:
 
-| drafter | tau_emitted | tau_accepted |
-| --- | --- | --- |
+| drafter | tau_emitted, T = 0 | tau_accepted | tau_emitted, T = 1 | tau_accepted |
+| --- | --- | --- | --- | --- |
 {rows}
 
 `{record}` has all settings and figures. The licence is yours to add.
@@ -35,20 +37,30 @@ Tokens a round on {held_out} held-out prompts, greedy; emitted tokens count the 
 
 
 def write_drafter(
-    output: Path, drafter: Drafter, plan: Plan, figures: dict[str, Any], command: str, replace: bool
+    output: Path,
+    drafter: Drafter,
+    plan: Plan,
+    figures: dict[str, Any],
+    played: dict[str, list[Tally]],
+    command: str,
+    replace: bool,
 ) -> None:
-    """Write the drafter's folder, whole or not at all; without `replace` one that is there already is refused."""
+    """Write the drafter's folder, whole or not at all; without `replace` one that is there already is refused.
+
+    played: counts of each held-out prompt, by how it was played: rounds, emitted tokens, accepted drafts.
+    """
     record = {
         "command": command,
         "target_fingerprint": plan.target.fingerprint,
         "settings": asdict(plan.options) | asdict(plan.shape),
         "from_fingerprint": plan.source.fingerprint if plan.source else None,
         "figures": figures,
+        "held_out": {name: [astuple(tally) for tally in tallies] for name, tallies in played.items()},
     }
-    with staged_folder(output, replace) as folder:
+    with staged_folder(output, replace, "move it, then go on with --resume") as folder:
         drafter.save(folder)
         (folder / "model.safetensors").chmod(0o644)  # safetensors makes it its user's alone
-        (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        (folder / RECORD).write_text(json.dumps(record) + "\n", encoding="utf-8")
         (folder / "README.md").write_text(card(plan, figures, command), encoding="utf-8")
 
 
@@ -57,16 +69,18 @@ def card(plan: Plan, figures: dict[str, Any], command: str) -> str:
     return CARD.format(
         title=TITLES[plan.options.mode],
         target=plan.target.path.resolve().name,
-        relay="; with the relay of DFlow, arXiv 2609.06498" if plan.shape.relay_start else "",
+        parts=_parts(plan),
         layers=f"{plan.shape.layers} layer{'s' * (plan.shape.layers > 1)}",
         parameters=figures["parameters"],
         block=plan.shape.block_size,
         taps=", ".join(map(str, plan.shape.taps)),
+        start=f"on from `{plan.source.path.name}` " if plan.source else "",
         steps=figures["steps"],
         prompts=len(plan.training),
         tokens=figures["training_tokens"],
         how=_how(plan),
         seed=plan.options.seed,
+        seconds=f"{figures['training_cpu_seconds']:,.0f} s",
         command=command,
         held_out=figures["held_out_prompts"],
         rows="\n".join(_rows(figures)),
@@ -74,16 +88,27 @@ def card(plan: Plan, figures: dict[str, Any], command: str) -> str:
     )
 
 
+def _parts(plan: Plan) -> str:
+    """What the drafter has beside DFlash's parts."""
+    relay = "; with the relay of DFlow, arXiv 2609.06498" * (plan.shape.relay_start is not None)
+    return relay + "; with the causal head of Domino, arXiv 2605.29707" * (plan.shape.head is not None)
+
+
 def _how(plan: Plan) -> str:
     """The rounds of a step, in words."""
-    rounds, relay = (
-        plan.options.conditioned_rounds,
-        ", given what the target made of them" * (plan.options.mode == "dflow"),
+    rounds, relay = plan.options.conditioned_rounds, ", given what the target made of them"
+    more = (
+        f" and {rounds} more, each from where the drafts before were rejected{relay * (plan.options.mode == 'dflow')}"
     )
-    more = f" and {rounds} more, each from where the drafts before were rejected{relay}"
     return "one round from masks alone" + more * bool(rounds)
 
 
 def _rows(figures: dict[str, Any]) -> list[str]:
-    measured = {"as trained": figures} | ({"relay off": figures["relay_off"]} if "relay_off" in figures else {})
-    return [f"| {name} | {tau['tau_emitted']:.2f} | {tau['tau_accepted']:.2f} |" for name, tau in measured.items()]
+    measured = {"as trained": (figures, figures["sampled"])}
+    if "relay_off" in figures:
+        measured["relay off"] = figures["relay_off"], figures["relay_off_sampled"]
+    return [f"| {name} | {_cells(greedy)} | {_cells(sampled)} |" for name, (greedy, sampled) in measured.items()]
+
+
+def _cells(tau: dict[str, Any]) -> str:
+    return f"{tau['tau_emitted']:.2f} | {tau['tau_accepted']:.2f}"

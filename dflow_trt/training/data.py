@@ -42,6 +42,11 @@ class Batch:
     start_N: torch.Tensor
     end_N: torch.Tensor
 
+    def to(self, device: torch.device) -> Batch:
+        """The batch on another device."""
+        tensors = (self.ids_NS, self.weight_NS, self.start_N, self.end_N)
+        return Batch(*(tensor.to(device) for tensor in tensors))
+
 
 def collate(trajectories: Sequence[Trajectory], pad_id: int) -> Batch:
     """Pad trajectories on the right to the longest of them."""

@@ -35,8 +35,8 @@ def generate_trajectories(
         ids = torch.tensor([[pad_id] * (longest - len(prompts[index])) + list(prompts[index]) for index in chosen])
         real = torch.tensor([[0] * (longest - len(prompts[index])) + [1] * len(prompts[index]) for index in chosen])
         generated = model.generate(
-            input_ids=ids,
-            attention_mask=real,
+            input_ids=ids.to(model.device),
+            attention_mask=real.to(model.device),
             **(drawn if temperature else {"do_sample": False}),
             max_new_tokens=max_new_tokens,
             eos_token_id=list(end_ids) or None,

@@ -17,18 +17,19 @@ from transformers.utils import logging
 from dflow_trt.errors import UserError
 from dflow_trt.training.cache import AnswerSettings, Ids, answered, digest
 from dflow_trt.training.card import write_drafter
+from dflow_trt.training.compute import Compute
 from dflow_trt.training.data import Batch, Trajectory, collate
 from dflow_trt.training.generate import generate_trajectories
 from dflow_trt.training.loop import DrafterTraining, Reader, load_state, save_state
-from dflow_trt.training.model import Drafter, with_relay
+from dflow_trt.training.model import Drafter, extended, head_fields
 from dflow_trt.training.plan import DrafterSource, Plan, Prompt
 from dflow_trt.training.progress import Report, Silent
 from dflow_trt.training.recipe import DrafterSettings, OptimiserSettings
-from dflow_trt.training.simulate import simulate, tau_accepted, tau_emitted
+from dflow_trt.training.simulate import Tally, simulate, tau_accepted, tau_emitted
 from dflow_trt.training.target import FrozenTarget
 
 SHARED_KEYS = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("hidden_act", "rms_norm_eps", "initializer_range", "max_position_embeddings"),
     *("rope_parameters", "rope_theta", "rope_scaling"),
 )
@@ -44,12 +45,12 @@ def set_threads(count: int | None) -> None:
         torch.set_num_threads(count)
 
 
-def load_target(plan: Plan) -> Any:
-    """The target in float32; answers follow this job's settings alone, not those of generation_config.json."""
+def load_target(plan: Plan, compute: Compute) -> Any:
+    """The target on its device; answers follow this job's settings alone, not those of generation_config.json."""
     library: Any = logging
     library.disable_progress_bar()
-    model: Any = Qwen3ForCausalLM.from_pretrained(plan.target.path)
-    model = model.float().eval()
+    model: Any = Qwen3ForCausalLM.from_pretrained(plan.target.path, dtype=compute.target_dtype)
+    model = model.to(compute.device).eval()
     dead = list(range(plan.target.spec.live_vocab, plan.target.spec.vocab_size))
     generation: Any = GenerationConfig
     model.generation_config = generation(suppress_tokens=dead or None)
@@ -57,7 +58,7 @@ def load_target(plan: Plan) -> Any:
 
 
 def make_drafter(plan: Plan, model: Any, target: FrozenTarget) -> Drafter:
-    """The drafter before its first step: new, or that of `--from`; a relay that it lacks is added, adding nothing."""
+    """The drafter before its first step: new, or that of `--from`; relay and head that it lacks add nothing yet."""
     with torch.random.fork_rng():
         torch.manual_seed(plan.options.seed)
         if plan.source is None:
@@ -65,9 +66,9 @@ def make_drafter(plan: Plan, model: Any, target: FrozenTarget) -> Drafter:
             drafter.norm.weight.data.copy_(target.final_norm_E)  # both feed the same head
         else:
             drafter = _read_drafter(plan.source)
-        if plan.shape.relay_start is not None and not drafter.has_relay:
-            drafter = with_relay(drafter, plan.shape.relay_start)
-    return drafter
+        relay_start = None if drafter.has_relay else plan.shape.relay_start
+        head = None if drafter.head else plan.shape.head
+        return extended(drafter, relay_start, head) if relay_start or head else drafter
 
 
 def _new_config(plan: Plan, model: Any) -> Any:
@@ -75,6 +76,7 @@ def _new_config(plan: Plan, model: Any) -> Any:
     config: Any = Qwen3Config  # which takes any further keys
     return config(
         **{key: known[key] for key in SHARED_KEYS if key in known},
+        intermediate_size=shape.intermediate_size,
         num_hidden_layers=shape.layers,
         tie_word_embeddings=False,
         use_sliding_window=False,
@@ -90,6 +92,7 @@ def _read_drafter(source: DrafterSource) -> Drafter:
     fields = Qwen3Config.from_pretrained(source.path).to_dict()
     fields = {key: value for key, value in fields.items() if key not in ("dtype", "torch_dtype", "dflow_config")}
     taps = {"mask_token_id": spec.mask_token_id, "target_layer_ids": list(spec.target_layer_ids)}
+    taps |= head_fields(spec.head) if spec.head else {}
     fields |= {"dflash_config": taps, "block_size": spec.block_size, "num_target_layers": spec.num_target_layers}
     fields |= {"dflow_config": {"relay_start": spec.relay.start}} if spec.relay else {}
     drafter = Drafter(Qwen3Config.from_dict(fields))
@@ -104,25 +107,38 @@ def drafter_settings(plan: Plan) -> DrafterSettings:
     warmup = min(50, max(1, round(WARMUP_SHARE * options.steps)))
     optimiser = OptimiserSettings(options.steps, options.learning_rate, warmup_steps=warmup)
     rounds, relay = 1 + options.conditioned_rounds, options.mode == "dflow"
-    return DrafterSettings(optimiser, options.anchors, rounds, relay and rounds > 1, options.decay)
+    roll_out = options.rollout != "teacher-forced"
+    return DrafterSettings(optimiser, options.anchors, rounds, relay and rounds > 1, options.decay, roll_out)
 
 
 @dataclass(frozen=True)
 class Bench:
-    """The parts of a job: what trains, on what, and what it is measured on."""
+    """The parts of a job: what trains, on what, and what it is measured on.
+
+    held_out: answers by the temperature that they were drawn with; greedy ones are those of 0.
+    """
 
     plan: Plan
+    compute: Compute
     target: FrozenTarget
     training: DrafterTraining
-    held_out: list[Trajectory]
+    held_out: dict[float, list[Trajectory]]
     tokens: int
 
-    def measure(self, relay: bool | None = None) -> Tau:
+    def measure(self, relay: bool | None = None, temperature: float = 0.0) -> Tau:
         """tau of the drafter as it is now, with its relay unless said."""
+        return _tau(self.tallies(relay, temperature))
+
+    def tallies(self, relay: bool | None = None, temperature: float = 0.0) -> list[Tally]:
+        """Counts of each held-out prompt."""
         drafter = self.training.drafter
         relay = drafter.has_relay if relay is None else relay
-        tallies = simulate(drafter.eval(), self.target, self.held_out, pad_id(self.plan), relay)
-        return {"tau_emitted": round(tau_emitted(tallies), 3), "tau_accepted": round(tau_accepted(tallies), 3)}
+        with self.compute.autocast():
+            return simulate(drafter.eval(), self.target, self.held_out[temperature], pad_id(self.plan), relay)
+
+
+def _tau(tallies: Sequence[Tally]) -> Tau:
+    return {"tau_emitted": round(tau_emitted(tallies), 3), "tau_accepted": round(tau_accepted(tallies), 3)}
 
 
 def pad_id(plan: Plan) -> int:
@@ -130,39 +146,56 @@ def pad_id(plan: Plan) -> int:
     return plan.target.spec.pad_id or 0
 
 
-def prepare(plan: Plan, model: Any, cache: Path, report: Report) -> Bench:
+def prepare(plan: Plan, compute: Compute, cache: Path, report: Report) -> Bench:
     """Answers (from the cache as far as they are there), batches, drafter."""
-    held_out = answers(plan, model, plan.held_out, cache, 0.0, "held out", report)
-    training = answers(plan, model, plan.training, cache, plan.options.temperature, "answers", report)
+    model = load_target(plan, compute)
+    held_out = {
+        temperature: answers(plan, compute, model, plan.held_out, cache, temperature, title, report)
+        for temperature, title in ((0.0, "held out"), (1.0, "held out, sampled"))
+    }
+    training = answers(plan, compute, model, plan.training, cache, plan.options.temperature, "answers", report)
     tokens = sum(len(trajectory.response_ids) for trajectory in training)
-    if tokens < plan.shape.block_size or not held_out:
-        found = f"{tokens} tokens to train on and {len(held_out)} answers held out"
+    if tokens < plan.shape.block_size or not all(held_out.values()):
+        found = f"{tokens} tokens to train on and {min(map(len, held_out.values()))} answers held out"
         raise UserError(f"--prompts: the target's answers of 2 tokens or more give {found}; give more prompts")
     target = FrozenTarget(model, plan.shape.taps)
-    return Bench(plan, target, make_training(plan, model, target, training), held_out, tokens)
+    return Bench(plan, compute, target, make_training(plan, compute, model, target, training), held_out, tokens)
 
 
-def make_training(plan: Plan, model: Any, target: FrozenTarget, trajectories: Sequence[Trajectory]) -> DrafterTraining:
+def make_training(
+    plan: Plan, compute: Compute, model: Any, target: FrozenTarget, trajectories: Sequence[Trajectory]
+) -> DrafterTraining:
     """The loop at its first step; trajectories of similar lengths share a batch."""
     by_length, size, options = sorted(trajectories, key=len), plan.options.batch_size, plan.options
     groups = [by_length[at : at + size] for at in range(0, len(by_length), size)]
     batches: list[Batch] = [collate(group, pad_id(plan)) for group in groups]
     drafter, reader = make_drafter(plan, model, target), Reader(target, batches)
-    return DrafterTraining(drafter, target, reader, drafter_settings(plan), options.seed, options.accumulate)
+    settings = drafter_settings(plan)
+    return DrafterTraining(drafter, target, reader, settings, options.seed, options.accumulate, compute)
 
 
 def answers(
-    plan: Plan, model: Any, prompts: Sequence[Prompt], cache: Path, temperature: float, title: str, report: Report
+    plan: Plan,
+    compute: Compute,
+    model: Any,
+    prompts: Sequence[Prompt],
+    cache: Path,
+    temperature: float,
+    title: str,
+    report: Report,
 ) -> list[Trajectory]:
-    """The target's answers that have a token to draft: those of 2 tokens or more."""
-    options = plan.options
+    """The target's answers that have a token to draft: those of 2 tokens or more. Processes share the work."""
+    options, ids = plan.options, [prompt.ids for prompt in prompts]
     settings = AnswerSettings(plan.target.fingerprint, options.max_new_tokens, temperature, options.seed)
-    report.stage(title, len(prompts))
 
     def answer(piece: Sequence[Ids], settings: AnswerSettings, seed: int) -> list[Trajectory]:
         return generate(plan, model, piece, settings.max_new_tokens, settings.temperature, seed)
 
-    found = answered(cache, [prompt.ids for prompt in prompts], settings, answer, report.advance)
+    report.stage(title, len(prompts))
+    if compute.count > 1:
+        answered(cache, ids, settings, answer, share=(compute.index, compute.count))
+        compute.wait()
+    found = answered(cache, ids, settings, answer, report.advance)
     return [trajectory for trajectory in found if len(trajectory.response_ids) > 1]
 
 
@@ -176,12 +209,16 @@ def generate(
         return generate_trajectories(model, prompts, ends, pad_id(plan), limit, size, temperature=temperature)
 
 
-def run_key(plan: Plan) -> str:
+def run_key(plan: Plan, compute: Compute) -> str:
     """A name for everything that a run's result depends on."""
     source = plan.source.fingerprint if plan.source else None
     prompts = [[prompt.ids for prompt in part] for part in (plan.training, plan.held_out)]
     options = {key: value for key, value in asdict(plan.options).items() if key != "every"}
-    return digest([plan.target.fingerprint, source, prompts, asdict(plan.shape), options])
+    return digest([plan.target.fingerprint, source, prompts, asdict(plan.shape), options, *_kind(compute)])
+
+
+def _kind(compute: Compute) -> tuple[int, str, str]:
+    return compute.count, compute.precision, compute.device.type
 
 
 def train(
@@ -192,20 +229,26 @@ def train(
     force: bool = False,
     command: str = "",
     report: Report | None = None,
+    compute: Compute | None = None,
 ) -> dict[str, Any]:
     """Run a job to its end and return its figures; the drafter's folder is written whole or not at all.
 
     cache: folder of answers and checkpoints. resume: go on from the checkpoint of a run with the same plan.
-    force: replace a folder that is there. command: what the card says the drafter was made with.
+    force: replace a folder that is there. command: what the card says the drafter was made with. compute: of several
+    processes, all of which call this, only the first reports, measures, writes and returns figures.
     """
-    report, start = report or Silent(), time.perf_counter()
-    checkpoint = cache / f"checkpoint-{run_key(plan)}.pt"
+    compute, start = compute or Compute.start(), time.perf_counter()
+    report = report if report and compute.first else Silent()
+    checkpoint = cache / f"checkpoint-{run_key(plan, compute)}.pt"
     if resume and not checkpoint.is_file():
         raise UserError(f"--resume: {cache} has no checkpoint of a run with these settings; leave out --resume")
-    bench = prepare(plan, load_target(plan), cache, report)
+    bench = prepare(plan, compute, cache, report)
     taus = run_steps(bench, checkpoint, _begin(bench, checkpoint, resume, report), report)
-    figures = collect_figures(bench, taus, time.perf_counter() - start)
-    write_drafter(output, bench.training.drafter, plan, figures, command, force)
+    if not compute.first:
+        return {}
+    played = play_held_out(bench)
+    figures = collect_figures(bench, taus, played, time.perf_counter() - start)
+    write_drafter(output, bench.training.drafter, plan, figures, played, command, force)
     checkpoint.unlink(missing_ok=True)
     return {"output": str(output), **figures}
 
@@ -217,6 +260,8 @@ def _begin(bench: Bench, checkpoint: Path, resume: bool, report: Report) -> dict
         bench.training.load_state(state["training"])
         report.say(f"going on after step {bench.training.step}")
         return dict(state["taus"])
+    if not bench.compute.first:
+        return {}
     if checkpoint.is_file():
         report.say("starting anew: an unfinished run with these settings is there, which --resume would go on with")
     taus = {0: bench.measure()}
@@ -230,33 +275,53 @@ def run_steps(bench: Bench, checkpoint: Path, taus: dict[int, Tau], report: Repo
     report.stage("training", options.steps, training.step)
     while training.step < options.steps:
         loss = training.advance()
-        report.advance(training.step, f"loss {loss:.3f}")
-        if training.step % options.interval == 0 or training.step == options.steps:
+        report.advance(training.step, f"loss {loss:.3f}, by slot {_by_slot(training)}")
+        due = training.step % options.interval == 0 or training.step == options.steps
+        if due and bench.compute.first:
             taus[training.step] = bench.measure()
             save_state(checkpoint, {"training": training.state(), "taus": taus})
             report.say(f"step {training.step}: loss {loss:.3f}, {_shown(taus[training.step])}")
     return taus
 
 
+def _by_slot(training: DrafterTraining) -> str:
+    return " ".join(f"{loss:.1f}" for loss in training.slot_losses)
+
+
 def _shown(tau: Tau) -> str:
     return f"tau {tau['tau_emitted']:.2f} emitted, {tau['tau_accepted']:.2f} accepted a round"
 
 
-def collect_figures(bench: Bench, taus: dict[int, Tau], seconds: float) -> dict[str, Any]:
+def play_held_out(bench: Bench) -> dict[str, list[Tally]]:
+    """Counts of each held-out prompt, greedy and sampled, without the relay too: drafters compare prompt by prompt."""
+    ways: dict[str, tuple[bool | None, float]] = {"greedy": (None, 0.0), "sampled": (None, 1.0)}
+    if bench.training.drafter.has_relay:
+        ways |= {"relay_off": (False, 0.0), "relay_off_sampled": (False, 1.0)}
+    return {name: bench.tallies(*way) for name, way in ways.items()}
+
+
+def collect_figures(
+    bench: Bench, taus: dict[int, Tau], played: dict[str, list[Tally]], seconds: float
+) -> dict[str, Any]:
     """What is known of a finished run; `seconds` since it was last resumed."""
-    training, drafter = bench.training, bench.training.drafter
+    training = bench.training
     tail = training.losses[-10:]
-    figures = {
+    return {
         "steps": training.step,
         "loss": round(sum(tail) / len(tail), 4),
-        **taus[training.step],
-        "held_out_prompts": len(bench.held_out),
+        "loss_by_slot": [round(loss, 4) for loss in training.slot_losses],
+        **_tau(played["greedy"]),
+        "held_out_prompts": len(played["greedy"]),
         "training_tokens": bench.tokens,
-        "parameters": count_parameters(drafter),
+        "parameters": count_parameters(training.drafter),
         "seconds": round(seconds, 1),
+        "training_cpu_seconds": round(training.seconds, 1),
+        "processes": bench.compute.count,
+        "device": bench.compute.device.type,
+        "precision": bench.compute.precision,
         "tau_by_step": {str(step): tau for step, tau in taus.items()},
+        **{name: _tau(tallies) for name, tallies in played.items() if name != "greedy"},
     }
-    return figures | ({"relay_off": bench.measure(relay=False)} if drafter.has_relay else {})
 
 
 def count_parameters(module: torch.nn.Module) -> int:
@@ -264,30 +329,42 @@ def count_parameters(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def estimate(plan: Plan) -> dict[str, Any]:
+def estimate(plan: Plan, compute: Compute | None = None) -> dict[str, Any]:
     """What a job would take: sizes, and times from a few steps on made-up answers of full length. Writes nothing."""
-    model, options = load_target(plan), plan.options
+    compute, options = compute or Compute.start(), plan.options
+    model = load_target(plan, compute)
     target = FrozenTarget(model, plan.shape.taps)
     chosen = plan.training[: options.batch_size * options.accumulate]
-    training = make_training(plan, model, target, _made_up(chosen, plan))
-    drafter, total = training.drafter, len(plan.training) + len(plan.held_out)
+    training = make_training(plan, compute, model, target, _made_up(chosen, plan))
+    drafter, total = training.drafter, len(plan.training) + 2 * len(plan.held_out)
     training.advance()  # the first step reads the batch and allocates
     step = _seconds(lambda: [training.advance() for _ in range(TIMED_STEPS)]) / TIMED_STEPS
     few = [prompt.ids for prompt in plan.training[:16]]
     token = _seconds(lambda: generate(plan, model, few, min(TIMED_TOKENS, options.max_new_tokens), 0.0, 0))
     token /= len(few) * min(TIMED_TOKENS, options.max_new_tokens)
-    memory = 4 * count_parameters(model) + 16 * count_parameters(drafter)  # float32; gradient and two moments
+    training_s, answers_s = step * options.steps, token * total * options.max_new_tokens / compute.count
+    memory = model.dtype.itemsize * count_parameters(model)
+    memory += 16 * count_parameters(drafter)  # float32 weights and gradients, two moments
+    on_gpu = compute.device.type == "cuda"
     return {
+        "device": compute.device.type,
+        "processes": compute.count,
+        "precision": compute.precision,
         "parameters": count_parameters(drafter),
         "target_parameters": count_parameters(model),
         "weights_and_optimiser_bytes": memory,
-        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else _peak_resident_bytes(),
         "seconds_a_step": round(step, 4),
-        "training_seconds": round(step * options.steps, 1),
-        "answers_seconds": round(token * total * options.max_new_tokens, 1),
+        "training_seconds": round(training_s, 1),
+        "answers_seconds": round(answers_s, 1),
+        "device_hours": round((training_s + answers_s) * compute.count / 3600, 3),
         "training_prompts": len(plan.training),
         "held_out_prompts": len(plan.held_out),
     }
+
+
+def _peak_resident_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _made_up(prompts: Sequence[Prompt], plan: Plan) -> list[Trajectory]:
@@ -300,5 +377,5 @@ def _made_up(prompts: Sequence[Prompt], plan: Plan) -> list[Trajectory]:
 
 def _seconds(work: Any) -> float:
     start = time.perf_counter()
-    work()
+    work()  # which ends with numbers on the host, so a GPU has finished too
     return time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""The DFlash drafter (DFlash, arXiv 2602.06036) with DFlow's relay (DFlow, arXiv 2609.06498), in torch.
+"""The DFlash drafter (arXiv 2602.06036), DFlow's relay (arXiv 2609.06498) and Domino's head (2605.29707), in torch.
 
 Parameter names are those of released checkpoints, so `state_dict()` is what `model.safetensors` holds.
 Embedding and output head are the target's and never part of the drafter. Shape suffixes are those of
@@ -17,6 +17,9 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+from dflow_trt.spec import DominoSpec
+from dflow_trt.training.domino import CausalHead
 
 RELAY_STARTS = {"after_rejection": 2, "at_rejection": 1}
 
@@ -115,7 +118,7 @@ class DrafterLayer(nn.Module):
 
 
 class Drafter(nn.Module):
-    """A DFlash drafter; with `dflow_config` in its configuration it also has the relay."""
+    """A DFlash drafter; with `dflow_config` it also has the relay, with `projector_type` "domino" the causal head."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -134,12 +137,22 @@ class Drafter(nn.Module):
         if self.has_relay:
             self.relay_norm = nn.LayerNorm(width, eps=config.rms_norm_eps)
             self.relay_mlp = nn.Sequential(nn.Linear(3 * width, 2 * width), nn.SiLU(), nn.Linear(2 * width, 2 * width))
+        self.head = head_of(config)
+        if self.head is not None:
+            self.prefix_gru = nn.GRU(width, self.head.state_size, bias=False, batch_first=True)
+            inner = nn.Linear(width + self.head.state_size, self.head.rank, bias=False)
+            self.embed_proj = nn.Sequential(inner, nn.SiLU(), nn.Linear(self.head.rank, config.vocab_size, bias=False))
         self._initialise()
 
     @property
     def first_relay_slot(self) -> int:
         """The first slot that can receive a state: 2 under `after_rejection`, 1 under `at_rejection`."""
         return RELAY_STARTS[self.config.dflow_config["relay_start"]]
+
+    def causal_head(self, embedding_VE: torch.Tensor) -> CausalHead:
+        """The causal head of a drafter that has one."""
+        assert self.head is not None
+        return CausalHead(self.prefix_gru, self.embed_proj, self.head.prefix_length, embedding_VE)
 
     def context(self, features: torch.Tensor) -> torch.Tensor:
         """Tapped hidden states [..., C] to context features h = RMSNorm(W_c . taps) [..., E]."""
@@ -153,9 +166,9 @@ class Drafter(nn.Module):
 
         The term is beta * LN(h) + gamma with [beta ; gamma] = MLP([E(bonus) ; E(rejected) ; h]).
         """
-        masked_E = embedding_VE[self.mask_token_id]
+        masked_E = embedding_VE[self.mask_token_id].float()
         block_NMBE = masked_E.expand(*anchor_ids_NM.shape, self.block_size, -1).clone()
-        block_NMBE[:, :, 0] = embedding_VE[anchor_ids_NM]
+        block_NMBE[:, :, 0] = embedding_VE[anchor_ids_NM].float()
         if relay is None:
             return block_NMBE
         if not self.has_relay:
@@ -164,7 +177,7 @@ class Drafter(nn.Module):
         return torch.where(relay.on_NMB[..., None], block_NMBE + term_NMBE, block_NMBE)
 
     def _relay_term(self, embedding_VE: torch.Tensor, relay: RelayInputs) -> torch.Tensor:
-        boundary_NME = torch.cat([embedding_VE[relay.bonus_NM], embedding_VE[relay.reject_NM]], dim=-1)
+        boundary_NME = torch.cat([embedding_VE[relay.bonus_NM], embedding_VE[relay.reject_NM]], dim=-1).float()
         boundary_NMBE = boundary_NME[:, :, None].expand(-1, -1, self.block_size, -1)
         beta, gamma = self.relay_mlp(torch.cat([boundary_NMBE, relay.states_NMBE], dim=-1)).chunk(2, dim=-1)
         term_NMBE: torch.Tensor = beta * self.relay_norm(relay.states_NMBE) + gamma
@@ -177,8 +190,9 @@ class Drafter(nn.Module):
         j.
         """
         batch, blocks, slots, _ = block_NMBE.shape
-        positions_NQ = (anchors_NM[:, :, None] + torch.arange(slots)).flatten(1)
-        context_positions_NS = torch.arange(context_NSE.shape[1]).expand(batch, -1)
+        device = anchors_NM.device
+        positions_NQ = (anchors_NM[:, :, None] + torch.arange(slots, device=device)).flatten(1)
+        context_positions_NS = torch.arange(context_NSE.shape[1], device=device).expand(batch, -1)
         rotary = self._rotary(block_NMBE, torch.cat([context_positions_NS, positions_NQ], dim=1))
         mask_N1QL = block_mask(anchors_NM, slots, context_NSE.shape[1])
         x_NQE = block_NMBE.flatten(1, 2)
@@ -192,7 +206,7 @@ class Drafter(nn.Module):
         folder.mkdir(parents=True, exist_ok=True)
         self.config.architectures = ["DFlashDraftModel"]
         self.config.save_pretrained(folder)
-        tensors = {name: tensor.detach().contiguous() for name, tensor in self.state_dict().items()}
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
     @classmethod
@@ -208,29 +222,54 @@ class Drafter(nn.Module):
                 nn.init.normal_(module.weight, std=self.config.initializer_range)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
+        # An untrained relay or head then adds exactly nothing, so training starts from DFlash itself.
         if self.has_relay:
-            # An untrained relay then adds exactly nothing, so training starts from DFlash itself.
             nn.init.zeros_(self.relay_mlp.get_parameter("2.weight"))
+        if self.head is not None:
+            nn.init.zeros_(self.embed_proj.get_parameter("2.weight"))
 
 
 def block_mask(anchors_NM: torch.Tensor, slots: int, context_length: int) -> torch.Tensor:
     """Who sees whom, bool [N, 1, M * B, S + M * B]: context rows before the own anchor, slots of the own block."""
-    blocks = anchors_NM.shape[1]
-    sees_context_NMS = torch.arange(context_length) < anchors_NM[:, :, None]
+    blocks, device = anchors_NM.shape[1], anchors_NM.device
+    sees_context_NMS = torch.arange(context_length, device=device) < anchors_NM[:, :, None]
     sees_context_NQS = sees_context_NMS.repeat_interleave(slots, dim=1)
-    block_of_Q = torch.arange(blocks).repeat_interleave(slots)
+    block_of_Q = torch.arange(blocks, device=device).repeat_interleave(slots)
     same_block_QQ = block_of_Q[:, None] == block_of_Q
     return torch.cat([sees_context_NQS, same_block_QQ.expand(len(anchors_NM), -1, -1)], dim=-1)[:, None]
 
 
-def with_relay(drafter: Drafter, relay_start: str) -> Drafter:
-    """A copy of a DFlash drafter that has an untrained relay: it drafts exactly what the original drafts."""
-    if relay_start not in RELAY_STARTS:
-        raise ValueError(f"relay_start is {relay_start!r}; choose one of {sorted(RELAY_STARTS)}")
-    config = Qwen3Config.from_dict({**drafter.config.to_dict(), "dflow_config": {"relay_start": relay_start}})
-    copy = Drafter(config)
+def extended(drafter: Drafter, relay_start: str | None = None, head: DominoSpec | None = None) -> Drafter:
+    """A copy with an untrained relay, an untrained causal head or both: it drafts exactly what the original drafts."""
+    fields = drafter.config.to_dict()
+    if relay_start is not None:
+        if relay_start not in RELAY_STARTS:
+            raise ValueError(f"relay_start is {relay_start!r}; choose one of {sorted(RELAY_STARTS)}")
+        fields["dflow_config"] = {"relay_start": relay_start}
+    if head is not None:
+        fields["dflash_config"] = fields["dflash_config"] | head_fields(head)
+    copy = Drafter(Qwen3Config.from_dict(fields))
     copy.load_state_dict(drafter.state_dict(), strict=False)
     return copy
+
+
+def head_fields(head: DominoSpec) -> dict[str, Any]:
+    """A causal head as `dflash_config` tells it, in the layout of released Domino drafters."""
+    return {
+        "projector_type": "domino",
+        "pure_draft_prefix_len": head.prefix_length,
+        "emb_dim": head.rank,
+        "gru_hidden_dim": head.state_size,
+        "shift_label": head.shifted,
+    }
+
+
+def head_of(config: Any) -> DominoSpec | None:
+    """The inverse of :func:`head_fields`; None where there is no causal head."""
+    fields = config.dflash_config
+    if fields.get("projector_type") != "domino":
+        return None
+    return DominoSpec(fields["pure_draft_prefix_len"], fields["gru_hidden_dim"], fields["emb_dim"], False)
 
 
 def _rotate(heads_NHLD: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], length: int) -> torch.Tensor:
@@ -247,6 +286,7 @@ def _refuse_variants(config: Any) -> None:
     for refused, what in (
         (any(kind != "full_attention" for kind in layer_types), "layer_types other than full_attention"),
         (config.attention_bias, "attention_bias"),
+        (config.dflash_config.get("shift_label", False), "shift_label"),
         (
             last_layer in config.dflash_config["target_layer_ids"],
             f"target layer {last_layer}, the last one, as a tap",

@@ -11,15 +11,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dflow_trt.errors import UserError
-from dflow_trt.spec import DrafterSpec, TargetSpec
+from dflow_trt.spec import DominoSpec, DrafterSpec, TargetSpec
 
 Mode = Literal["dflash", "self-conditioned", "dflow"]
+Rollout = Literal["real", "teacher-forced"]
 
 RECORD = "training.json"
 """Beside a drafter that was trained here: how, for which target, with what result."""
 OUTPUT_FILES = ("config.json", "model.safetensors", "README.md", RECORD)
 MASK_NAMES = ("<|mask|>", "<|MASK|>", "<mask>", "[MASK]")
 DEFAULT_BLOCK, DEFAULT_LAYERS, DEFAULT_START, DEFAULT_ROUNDS = 16, 5, "after_rejection", 2
+DEFAULT_HELD_OUT = 32
+DEFAULT_HEAD_STATE, DEFAULT_HEAD_RANK, DEFAULT_HEAD_PREFIX = 1024, 256, 1  # those of released Domino drafters
 
 
 @dataclass(frozen=True)
@@ -54,14 +57,21 @@ class Options:
     """The flags of `dflow-trt train`. None in the first group means: as in the drafter to go on from, or by default.
 
     rounds: conditioned rounds after the mask-only one. accumulate: batches a step. held_out: prompts that tau is
-    measured on and that are not trained on. every: steps from one measurement and checkpoint to the next.
+    measured on and that are not trained on. every: steps from one measurement and checkpoint to the next. rollout:
+    whether the drafts of a causal head are its own, as in decoding, or those it would make after the true tokens.
     """
 
     block_size: int | None = None
     taps: tuple[int, ...] | None = None
     layers: int | None = None
+    intermediate_size: int | None = None
     mask_token_id: int | None = None
     relay_start: str | None = None
+    head: Literal["domino"] | None = None
+    head_state: int | None = None
+    head_rank: int | None = None
+    head_prefix: int | None = None
+    rollout: Rollout | None = None
     rounds: int | None = None
     every: int | None = None
     mode: Mode = "dflash"
@@ -73,7 +83,7 @@ class Options:
     accumulate: int = 1
     max_new_tokens: int = 256
     temperature: float = 0.0
-    held_out: int = 32
+    held_out: int | None = None
     seed: int = 0
 
     @property
@@ -94,8 +104,10 @@ class Shape:
     block_size: int
     taps: tuple[int, ...]
     layers: int
+    intermediate_size: int
     mask_token_id: int
     relay_start: str | None
+    head: DominoSpec | None
 
 
 @dataclass(frozen=True)
@@ -126,14 +138,26 @@ def check_output(output: Path, cache: Path, force: bool, inputs: Sequence[Path] 
         raise UserError(f"--output: {output} exists already; give --force to replace it, or another folder")
 
 
-def make_plan(target: TargetSource, source: DrafterSource | None, prompts: Sequence[Prompt], options: Options) -> Plan:
-    """Check everything that can be known before the target runs; UserError, in one line, for what does not fit."""
+def make_plan(
+    target: TargetSource,
+    source: DrafterSource | None,
+    prompts: Sequence[Prompt],
+    options: Options,
+    held_out: Sequence[Prompt] | None = None,
+) -> Plan:
+    """Check everything that can be known before the target runs; UserError, in one line, for what does not fit.
+
+    held_out: prompts to measure on, none of which is trained on; by default some of `prompts`, drawn by the seed.
+    """
     _check_target(target)
     _check_options(options)
     shape = _shape(target, options) if source is None else _continued_shape(source, target, options)
-    _check_prompts(prompts, target.spec, options)
-    training, held_out = _split(prompts, options)
-    return Plan(target, source, training, held_out, shape, options)
+    _check_head(shape, options)
+    _check_prompts("--prompts", prompts, target.spec, options)
+    if held_out is None:
+        return Plan(target, source, *_split(prompts, options), shape, options)
+    _check_prompts("--held-out-prompts", held_out, target.spec, options)
+    return Plan(target, source, _others(prompts, held_out, options), _different(held_out), shape, options)
 
 
 def _check_target(target: TargetSource) -> None:
@@ -154,6 +178,18 @@ def _check_options(options: Options) -> None:
         raise UserError(f"--relay-start: mode {options.mode} has no relay; allowed: with --mode dflow")
 
 
+def _check_head(shape: Shape, options: Options) -> None:
+    """Flags of the causal head need one, and its own drafts are a matter of the rounds after the first."""
+    for name in ("head_state", "head_rank", "head_prefix", "rollout"):
+        if shape.head is None and getattr(options, name) is not None:
+            raise UserError(f"--{name.replace('_', '-')}: the drafter has no causal head; allowed: with --head domino")
+    if shape.head is not None and shape.head.prefix_length >= shape.block_size:
+        found, most = shape.head.prefix_length, shape.block_size - 1
+        raise UserError(f"--head-prefix: {found}; allowed: 0 to {most}, the drafts of a block")
+    if options.rollout is not None and options.conditioned_rounds == 0:
+        raise UserError("--rollout: mode dflash has no round after drafts; allowed: with self-conditioned or dflow")
+
+
 def _shape(target: TargetSource, options: Options) -> Shape:
     """The shape of a new drafter."""
     layers = DEFAULT_LAYERS if options.layers is None else options.layers
@@ -161,7 +197,18 @@ def _shape(target: TargetSource, options: Options) -> Shape:
     _check_taps(taps, target.spec.stack.num_layers)
     block = DEFAULT_BLOCK if options.block_size is None else options.block_size
     start = (options.relay_start or DEFAULT_START) if options.mode == "dflow" else None
-    return Shape(block, taps, layers, _mask_token(target, options.mask_token_id), start)
+    inner = options.intermediate_size or target.spec.stack.intermediate_size
+    return Shape(block, taps, layers, inner, _mask_token(target, options.mask_token_id), start, _new_head(options))
+
+
+def _new_head(options: Options) -> DominoSpec | None:
+    """The causal head that the flags ask for."""
+    if options.head is None:
+        return None
+    state = DEFAULT_HEAD_STATE if options.head_state is None else options.head_state
+    rank = DEFAULT_HEAD_RANK if options.head_rank is None else options.head_rank
+    prefix = DEFAULT_HEAD_PREFIX if options.head_prefix is None else options.head_prefix
+    return DominoSpec(prefix_length=prefix, state_size=state, rank=rank, shifted=False)
 
 
 def spread_taps(target_layers: int, count: int) -> tuple[int, ...]:
@@ -209,17 +256,40 @@ def _continued_shape(source: DrafterSource, target: TargetSource, options: Optio
     """The shape of the drafter to go on from, which flags may repeat but not change."""
     spec = source.spec
     _check_source(source, target)
-    start = spec.relay.start if spec.relay else None
-    shape = Shape(spec.block_size, spec.target_layer_ids, spec.stack.num_layers, spec.mask_token_id, start)
-    for name in ("block_size", "taps", "layers", "mask_token_id", *(["relay_start"] if start else [])):
-        given, has = getattr(options, name), getattr(shape, name)
-        if given is not None and given != has:
+    relay_start: str | None = spec.relay.start if spec.relay else None
+    for name, has in _fixed(spec).items():
+        if getattr(options, name) not in (None, has):
             raise UserError(f"--{name.replace('_', '-')}: the drafter of --from has {has}; leave the flag out")
-    if start is not None and options.mode != "dflow":
+    if relay_start is not None and options.mode != "dflow":
         raise UserError(f"--mode: the drafter of --from has a relay; allowed: dflow, not {options.mode}")
-    if options.mode != "dflow" or start is not None:
-        return shape
-    return Shape(shape.block_size, shape.taps, shape.layers, shape.mask_token_id, options.relay_start or DEFAULT_START)
+    if options.mode == "dflow":
+        relay_start = relay_start or options.relay_start or DEFAULT_START
+    stack = spec.stack
+    return Shape(
+        spec.block_size,
+        spec.target_layer_ids,
+        stack.num_layers,
+        stack.intermediate_size,
+        spec.mask_token_id,
+        relay_start,
+        spec.head or _new_head(options),
+    )
+
+
+def _fixed(spec: DrafterSpec) -> dict[str, Any]:
+    """What a drafter to go on from has settled, by the flag."""
+    fixed: dict[str, Any] = {
+        "block_size": spec.block_size,
+        "taps": spec.target_layer_ids,
+        "layers": spec.stack.num_layers,
+    }
+    fixed |= {"intermediate_size": spec.stack.intermediate_size, "mask_token_id": spec.mask_token_id}
+    relay = {"relay_start": spec.relay.start} if spec.relay else {}
+    return fixed | relay | (_head_flags(spec.head) if spec.head else {})
+
+
+def _head_flags(head: DominoSpec) -> dict[str, int]:
+    return {"head_state": head.state_size, "head_rank": head.rank, "head_prefix": head.prefix_length}
 
 
 def _check_source(source: DrafterSource, target: TargetSource) -> None:
@@ -233,6 +303,7 @@ def _check_source(source: DrafterSource, target: TargetSource) -> None:
         (spec.input_embedding_scale != 1.0, "input_embedding_scale"),
         (spec.output_multiplier != 1.0, "output_multiplier"),
         (spec.final_logit_softcapping is not None, "final_logit_softcapping"),
+        (spec.head is not None and spec.head.shifted, "shift_label"),
     ):
         if refused:
             raise UserError(f"--from: {source.path} has {what}, which training does not support")
@@ -251,10 +322,10 @@ def _json(path: Path) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-def _check_prompts(prompts: Sequence[Prompt], spec: TargetSpec, options: Options) -> None:
+def _check_prompts(flag: str, prompts: Sequence[Prompt], spec: TargetSpec, options: Options) -> None:
     longest = spec.max_position - options.max_new_tokens
     for prompt in prompts:
-        where, count = f"--prompts: line {prompt.line}", len(prompt.ids)
+        where, count = f"{flag}: line {prompt.line}", len(prompt.ids)
         outside = [token for token in prompt.ids if not 0 <= token < spec.live_vocab]
         if outside:
             raise UserError(f"{where}: token id {outside[0]}; allowed: 0 to {spec.live_vocab - 1}, the vocabulary")
@@ -267,10 +338,24 @@ def _check_prompts(prompts: Sequence[Prompt], spec: TargetSpec, options: Options
 
 def _split(prompts: Sequence[Prompt], options: Options) -> tuple[tuple[Prompt, ...], tuple[Prompt, ...]]:
     """Training and held-out prompts, drawn by the seed; a prompt that is there twice counts once."""
-    different = list({prompt.ids: prompt for prompt in reversed(prompts)}.values())[::-1]
-    if len(different) <= options.held_out:
+    different, count = _different(prompts), DEFAULT_HELD_OUT if options.held_out is None else options.held_out
+    if len(different) <= count:
         allowed = f"up to {len(different) - 1}, of {len(different)} different prompts"
-        raise UserError(f"--held-out: {options.held_out}; allowed: {allowed}; give more prompts or hold out fewer")
-    chosen = set(random.Random(options.seed).sample(range(len(different)), options.held_out))
+        raise UserError(f"--held-out: {count}; allowed: {allowed}; give more prompts or hold out fewer")
+    chosen = set(random.Random(options.seed).sample(range(len(different)), count))
     training = tuple(prompt for index, prompt in enumerate(different) if index not in chosen)
     return training, tuple(different[index] for index in sorted(chosen))
+
+
+def _different(prompts: Sequence[Prompt]) -> tuple[Prompt, ...]:
+    return tuple({prompt.ids: prompt for prompt in reversed(prompts)}.values())[::-1]
+
+
+def _others(prompts: Sequence[Prompt], held_out: Sequence[Prompt], options: Options) -> tuple[Prompt, ...]:
+    """The prompts to train on: those that are not held out."""
+    if options.held_out is not None:
+        raise UserError("--held-out: --held-out-prompts names the prompts already; give one of the two")
+    excluded = {prompt.ids for prompt in held_out}
+    if not (training := tuple(prompt for prompt in _different(prompts) if prompt.ids not in excluded)):
+        raise UserError("--prompts: every prompt is held out by --held-out-prompts; give others to train on")
+    return training

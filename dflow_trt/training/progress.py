@@ -39,11 +39,11 @@ class Silent:
 class Bar:
     """A :class:`Report` as a progress bar on standard error; without a terminal its lines alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, shown: bool = True) -> None:
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         columns = (TextColumn("{task.description:>8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         rest = (TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
-        self._bar = Progress(*columns, *rest, console=self._console, disable=not self._console.is_terminal)
+        self._bar = Progress(*columns, *rest, console=self._console, disable=not (shown and self._console.is_terminal))
         self._task: Any = None
 
     def __enter__(self) -> Self:

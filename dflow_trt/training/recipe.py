@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from dflow_trt.training.data import Batch
 from dflow_trt.training.model import Drafter
-from dflow_trt.training.rollout import Round, next_anchors, play_round, relay_inputs, spread_anchors
+from dflow_trt.training.rollout import Round, next_anchors, play_round, relay_inputs
 from dflow_trt.training.target import FrozenTarget, ReadBatch
 
 OnStep = Callable[[int, float], None]
@@ -37,7 +37,8 @@ class DrafterSettings:
 
     `anchors`: blocks a sequence and step. `rounds`: 1 is DFlash; more continue from where the drafts of the
     round before were rejected (self-conditioning). `relay`: hand the verified states of rejected drafts to
-    the next round (DFlow). `decay`: slot j of a round weighs exp(-(j - 1) / decay).
+    the next round (DFlow). `decay`: slot j of a round weighs exp(-(j - 1) / decay). `roll_out`: the drafts of a
+    causal head are its own, as in decoding; without it they are what it would draft after the true tokens.
     """
 
     optimiser: OptimiserSettings
@@ -45,60 +46,56 @@ class DrafterSettings:
     rounds: int = 1
     relay: bool = False
     decay: float = 4.0
+    roll_out: bool = True
 
 
-def train_drafter(
-    drafter: Drafter,
-    target: FrozenTarget,
-    batches: Iterator[ReadBatch],
-    settings: DrafterSettings,
-    seed: int,
-    on_step: OnStep | None = None,
-) -> None:
-    """Train a drafter in place on trajectories that the target generated (DFlow, arXiv 2609.06498).
+class RolloutLoss(nn.Module):
+    """The loss of a drafter on trajectories that the target generated (DFlow, arXiv 2609.06498).
 
-    Round 1 drafts at random anchors from masks alone. Every further round starts where the drafts of the one
+    Round 1 drafts at the given anchors from masks alone. Every further round starts where the drafts of the one
     before were rejected; with `relay`, those *actual drafts* run through the frozen target and their states
     condition the new round. The loss is cross-entropy against the trajectory, summed over rounds. Gradients
     reach W_c through context and relayed states; drafts, anchors and the target's features carry none.
     """
-    drafter.train()
-    optimiser = Optimiser(drafter, settings.optimiser)
-    generator = torch.Generator().manual_seed(seed)
-    for step in range(settings.optimiser.steps):
-        read = next(batches)
-        anchors_NM = spread_anchors(read.batch, settings.anchors, generator)
-        loss = rollout_loss(drafter, target, read, anchors_NM, settings)
-        optimiser.step(loss)
-        if on_step is not None:
-            on_step(step, loss.item() / settings.rounds)
-    drafter.eval()
+
+    def __init__(self, drafter: Drafter, target: FrozenTarget, settings: DrafterSettings) -> None:
+        super().__init__()
+        self.drafter, self._target, self._settings = drafter, target, settings
+
+    def forward(
+        self, read: ReadBatch, anchors_NM: torch.Tensor, base_share: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The summed loss of all rounds; the sum of cross-entropies by slot [K], and how many there were [K]."""
+        drafter, target, settings = self.drafter, self._target, self._settings
+        context_NSE = drafter.context(read.features_NSC)
+        played = play_round(drafter, target, read, context_NSE, anchors_NM, roll_out=settings.roll_out)
+        loss, slots_K, counts_K = round_loss(played, settings.decay, base_share)
+        for _ in range(settings.rounds - 1):
+            relayed = relay_inputs(drafter, target, read, played) if settings.relay else None
+            anchors_NM = next_anchors(read.batch, played)
+            played = play_round(drafter, target, read, context_NSE, anchors_NM, relayed, settings.roll_out)
+            parts = round_loss(played, settings.decay, base_share)
+            loss, slots_K, counts_K = loss + parts[0], slots_K + parts[1], counts_K + parts[2]
+        return loss, slots_K, counts_K
 
 
-def rollout_loss(
-    drafter: Drafter,
-    target: FrozenTarget,
-    read: ReadBatch,
-    anchors_NM: torch.Tensor,
-    settings: DrafterSettings,
-) -> torch.Tensor:
-    """The summed loss of `settings.rounds` rounds that start at the given anchors."""
-    context_NSE = drafter.context(read.features_NSC)
-    played = play_round(drafter, target, read, context_NSE, anchors_NM)
-    loss = round_loss(played, settings.decay)
-    for _ in range(settings.rounds - 1):
-        relayed = relay_inputs(drafter, target, read, played) if settings.relay else None
-        played = play_round(drafter, target, read, context_NSE, next_anchors(read.batch, played), relayed)
-        loss = loss + round_loss(played, settings.decay)
-    return loss
+def round_loss(played: Round, decay: float, base_share: float = 0.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Weighted mean cross-entropy of slots 1..K; its plain sum [K] and count [K] by slot. Nothing counts past the end.
 
-
-def round_loss(played: Round, decay: float) -> torch.Tensor:
-    """Cross-entropy over slots 1..K, slot j weighing exp(-(j - 1) / decay); slots past the end count nothing."""
-    slot_K = torch.arange(played.truth_NMK.shape[-1])
+    Slot j weighs exp(-(j - 1) / decay). `base_share` is the part that a causal head's base logits have in the loss.
+    """
+    slot_K = torch.arange(played.truth_NMK.shape[-1], device=played.truth_NMK.device)
     weight_NMK = torch.exp(-slot_K / decay) * played.valid_NMK
-    loss_NMK = F.cross_entropy(played.logits_NMKV.flatten(0, -2), played.truth_NMK.flatten(), reduction="none")
-    return (loss_NMK.view_as(weight_NMK) * weight_NMK).sum() / weight_NMK.sum().clamp(min=1.0)
+    entropy_NMK = loss_NMK = _cross_entropy(played.logits_NMKV, played.truth_NMK)
+    if played.base_NMKV is not played.logits_NMKV:
+        loss_NMK = (1 - base_share) * entropy_NMK + base_share * _cross_entropy(played.base_NMKV, played.truth_NMK)
+    loss = (loss_NMK * weight_NMK).sum() / weight_NMK.sum().clamp(min=1.0)
+    return loss, (entropy_NMK.detach() * played.valid_NMK).sum((0, 1)), played.valid_NMK.sum((0, 1))
+
+
+def _cross_entropy(logits_NMKV: torch.Tensor, truth_NMK: torch.Tensor) -> torch.Tensor:
+    losses = F.cross_entropy(logits_NMKV.flatten(0, -2).float(), truth_NMK.flatten(), reduction="none")
+    return losses.view_as(truth_NMK)
 
 
 def train_language_model(

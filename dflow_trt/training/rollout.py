@@ -20,10 +20,13 @@ class Round:
     """One drafting round of M anchors a sequence.
 
     `logits_NMKV` and `drafts_NMK` are of slots 1..K; `truth_NMK` is the trajectory there and `valid_NMK` says
-    where it still goes on; `accepted_NM` is a, the length of the longest right prefix of the drafts.
+    where it still goes on; `accepted_NM` is a, the length of the longest right prefix of the drafts. With a causal
+    head `logits_NMKV` are those after the true tokens, and `base_NMKV` those of the block pass alone; else they are
+    the same.
     """
 
     anchors_NM: torch.Tensor
+    base_NMKV: torch.Tensor
     logits_NMKV: torch.Tensor
     drafts_NMK: torch.Tensor
     truth_NMK: torch.Tensor
@@ -38,21 +41,30 @@ def play_round(
     context_NSE: torch.Tensor,
     anchors_NM: torch.Tensor,
     relay: RelayInputs | None = None,
+    roll_out: bool = True,
 ) -> Round:
-    """Draft one block at every anchor and compare it with the trajectory."""
+    """Draft one block at every anchor and compare it with the trajectory.
+
+    `roll_out` False lets a causal head read the true tokens instead of its own drafts: no decoding drafts so.
+    """
     anchor_ids_NM = read.batch.ids_NS.gather(1, anchors_NM)
     block_NMBE = drafter.block_embeds(target.embedding_VE, anchor_ids_NM, relay)
-    hidden_NMBE = drafter(block_NMBE, context_NSE, anchors_NM)
-    logits_NMKV = target.logits(hidden_NMBE[:, :, 1:])
-    drafts_NMK = logits_NMKV.argmax(-1)
+    hidden_NMKE = drafter(block_NMBE, context_NSE, anchors_NM)[:, :, 1:]
+    logits_NMKV = base_NMKV = target.logits(hidden_NMKE)
     truth_NMK, valid_NMK = trajectory_after(read.batch, anchors_NM, drafter.block_size - 1)
+    drafts_NMK = None
+    if drafter.head is not None:
+        head = drafter.causal_head(target.embedding_VE)
+        logits_NMKV = head.logits(base_NMKV, hidden_NMKE, anchor_ids_NM, truth_NMK)
+        drafts_NMK = head.roll_out(base_NMKV, hidden_NMKE, anchor_ids_NM) if roll_out else None
+    drafts_NMK = logits_NMKV.argmax(-1) if drafts_NMK is None else drafts_NMK
     accepted_NM = accepted_length(drafts_NMK, truth_NMK, valid_NMK)
-    return Round(anchors_NM, logits_NMKV, drafts_NMK, truth_NMK, valid_NMK, accepted_NM)
+    return Round(anchors_NM, base_NMKV, logits_NMKV, drafts_NMK, truth_NMK, valid_NMK, accepted_NM)
 
 
 def trajectory_after(batch: Batch, anchors_NM: torch.Tensor, drafted: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The `drafted` tokens that follow each anchor [N, M, K], and which of them exist."""
-    positions_NMK = anchors_NM[:, :, None] + torch.arange(1, drafted + 1)
+    positions_NMK = anchors_NM[:, :, None] + torch.arange(1, drafted + 1, device=anchors_NM.device)
     valid_NMK = positions_NMK < batch.end_N[:, None, None]
     inside_NQ = positions_NMK.clamp(max=batch.ids_NS.shape[1] - 1).flatten(1)
     return batch.ids_NS.gather(1, inside_NQ).view_as(positions_NMK), valid_NMK
@@ -78,7 +90,7 @@ def relay_sources(
     + j <= `drafted`, the previous round's draft length. `first_slot` is 2 (after_rejection) or 1
     (at_rejection).
     """
-    slots = torch.arange(block_size)
+    slots = torch.arange(block_size, device=accepted.device)
     source = accepted[..., None] + slots
     return source, (slots >= first_slot) & (source <= drafted)
 
@@ -101,6 +113,7 @@ def spread_anchors(batch: Batch, anchors: int, generator: torch.Generator) -> to
 
     An anchor is a response token that has a token after it.
     """
-    share_NM = (torch.rand(len(batch.ids_NS), anchors, generator=generator) + torch.arange(anchors)) / anchors
+    drawn_NM = torch.rand(len(batch.ids_NS), anchors, generator=generator) + torch.arange(anchors)
+    share_NM = (drawn_NM / anchors).to(batch.ids_NS.device)
     candidates_N1 = (batch.end_N - 1 - batch.start_N)[:, None]
     return batch.start_N[:, None] + (share_NM * candidates_N1).long()

@@ -1,8 +1,8 @@
-"""Tokens a round, counted by playing greedy decoding on stored trajectories.
+"""Tokens a round, counted by playing decoding on stored trajectories.
 
-Greedy speculative decoding emits the target's own greedy text whatever the drafts are. With that text at
-hand, whole batches are played without decoding anything: only the number of tokens each round emits is left
-to find out.
+Speculative decoding emits the target's own text whatever the drafts are: its greedy text, or the text that it samples
+(accepting a draft exactly while it equals the target's own sample). With that text at hand, whole batches are played
+without decoding anything: only the number of tokens each round emits is left to find out.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def simulate(
 def _simulate_batch(
     drafter: Drafter, target: FrozenTarget, trajectories: Sequence[Trajectory], pad_id: int, relay: bool
 ) -> list[Tally]:
-    read = target.read(collate(trajectories, pad_id))
+    read = target.read(collate(trajectories, pad_id).to(target.device))
     context_NSE = drafter.context(read.features_NSC)
-    rounds, emitted, accepted = (torch.zeros(len(trajectories), dtype=torch.long) for _ in range(3))
+    rounds, emitted, accepted = (torch.zeros_like(read.batch.end_N) for _ in range(3))
     anchors_N1 = read.batch.start_N[:, None]
     relayed = None
     while (left_N := read.batch.end_N - 1 - anchors_N1[:, 0]).any():

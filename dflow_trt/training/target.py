@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 from transformers import DynamicCache
 
 from dflow_trt.training.data import Batch
@@ -21,6 +22,11 @@ class ReadBatch:
     batch: Batch
     features_NSC: torch.Tensor
     keys_values: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of features, keys and values."""
+        return self.features_NSC.nbytes + sum(tensor.nbytes for pair in self.keys_values for tensor in pair)
 
 
 class FrozenTarget:
@@ -47,9 +53,14 @@ class FrozenTarget:
         self._trunk._modules = dict(model.model._modules)
         self._trunk.layers = model.model.layers[: max(self._taps) + 1]
 
+    @property
+    def device(self) -> torch.device:
+        """Where the target's weights are."""
+        return self.embedding_VE.device
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The target's output head on the drafter's final hidden states [..., E]: [..., V]."""
-        return hidden @ self.head_VE.T
+        return F.linear(hidden, self.head_VE)
 
     @torch.no_grad()
     def read(self, batch: Batch) -> ReadBatch:
@@ -69,14 +80,15 @@ class FrozenTarget:
         cache: Any = DynamicCache()
         for layer, (keys, values) in enumerate(read.keys_values):
             cache.update(keys, values, layer)
-        positions_NQ = (anchors_NM[:, :, None] + torch.arange(1, drafted + 1)).flatten(1)
+        positions_NQ = (anchors_NM[:, :, None] + torch.arange(1, drafted + 1, device=anchors_NM.device)).flatten(1)
         visible_N1QL = verify_mask(anchors_NM, drafted, read.batch.ids_NS.shape[1])
-        additive_N1QL = torch.zeros(visible_N1QL.shape).masked_fill(~visible_N1QL, torch.finfo(torch.float32).min)
+        dtype = self.embedding_VE.dtype
+        hidden_N1QL = torch.zeros_like(visible_N1QL, dtype=dtype).masked_fill(~visible_N1QL, torch.finfo(dtype).min)
         features_NQC = self._run(
             cache,
             input_ids=drafts_NMK.flatten(1),
             position_ids=positions_NQ,
-            attention_mask=additive_N1QL.to(self.embedding_VE.dtype),
+            attention_mask=hidden_N1QL,
         )
         return features_NQC.view(batch, blocks, drafted, -1)
 
@@ -100,10 +112,10 @@ class FrozenTarget:
 
 def verify_mask(anchors_NM: torch.Tensor, drafted: int, length: int) -> torch.Tensor:
     """Who sees whom in `verify`, bool [N, 1, M * K, S + M * K]: rows up to the anchor, own drafts causally."""
-    blocks = anchors_NM.shape[1]
-    sees_sequence_NMS = torch.arange(length) <= anchors_NM[:, :, None]
+    blocks, device = anchors_NM.shape[1], anchors_NM.device
+    sees_sequence_NMS = torch.arange(length, device=device) <= anchors_NM[:, :, None]
     sees_sequence_NQS = sees_sequence_NMS.repeat_interleave(drafted, dim=1)
-    index_Q = torch.arange(blocks * drafted)
+    index_Q = torch.arange(blocks * drafted, device=device)
     same_block_QQ = (index_Q[:, None] // drafted) == (index_Q // drafted)
     causal_QQ = index_Q[:, None] >= index_Q
     sees_drafts_NQQ = (same_block_QQ & causal_QQ).expand(len(anchors_NM), -1, -1)

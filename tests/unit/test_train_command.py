@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,8 +24,10 @@ from dflow_trt import cli  # noqa: E402
 from dflow_trt.checkpoint.drafter import read_drafter  # noqa: E402
 from dflow_trt.checkpoint.target import read_target  # noqa: E402
 from dflow_trt.errors import UserError  # noqa: E402
+from dflow_trt.spec import DominoSpec  # noqa: E402
 from dflow_trt.training import job, loop  # noqa: E402
 from dflow_trt.training.cache import AnswerSettings, answered  # noqa: E402
+from dflow_trt.training.compute import Compute  # noqa: E402
 from dflow_trt.training.data import Trajectory  # noqa: E402
 from dflow_trt.training.plan import Options, Plan, Prompt, TargetSource, make_plan, spread_taps  # noqa: E402
 from dflow_trt.training.progress import Silent  # noqa: E402
@@ -137,11 +141,67 @@ def test_the_card_has_command_seed_and_figures(place: Place) -> None:
     figures = place.trained(seed=7, **SHAPE)
     card = (place.folder / "drafter" / "README.md").read_text()
     assert "dflow-trt train --output" in card
-    assert "Seed 7." in card
+    assert "Seed 7; " in card
     assert f"| as trained | {figures['tau_emitted']:.2f} | {figures['tau_accepted']:.2f} |" in card
     record = json.loads((place.folder / "drafter" / "training.json").read_text())
     assert record["target_fingerprint"] == read_target(place.folder / "target").fingerprint
     assert record["figures"]["tau_by_step"].keys() == {"0", "2", "4"}
+
+
+HEAD = {"head": "domino", "head-state": 8, "head-rank": 6}
+
+
+@pytest.mark.parametrize(("rollout", "rolls"), [(None, True), ("real", True), ("teacher-forced", False)])
+def test_a_head_rolls_out_unless_told_otherwise(files: Path, rollout: Any, rolls: bool) -> None:
+    assert job.drafter_settings(plan_of(files, head="domino", rollout=rollout)).roll_out is rolls
+
+
+def test_a_causal_head_is_added_to_a_drafter_and_kept(place: Place) -> None:
+    dflash, cache = place.trained("dflash", **SHAPE), place.folder / "c"
+    start = {"from": place.folder / "dflash", "mode": "dflow", "cache": cache}
+    real = place.trained("real", **HEAD, **start)
+    assert real["tau_by_step"]["0"]["tau_emitted"] == dflash["tau_emitted"], "an untrained head adds nothing"
+    spec = read_drafter(place.folder / "real", read_target(place.folder / "target").spec).spec
+    assert spec.head == DominoSpec(prefix_length=1, state_size=8, rank=6, shifted=False)
+    assert spec.relay is not None
+    on = place.trained("on", steps=1, **{**start, "from": place.folder / "real"})
+    assert on["tau_by_step"]["0"]["tau_emitted"] == real["tau_emitted"], "and training goes on from a drafter with one"
+    assert "causal head of Domino" in (place.folder / "on" / "README.md").read_text()
+
+
+def test_held_out_prompts_can_be_named_and_are_not_trained_on(place: Place) -> None:
+    lines = (place.folder / "prompts.jsonl").read_text().splitlines()
+    (place.folder / "held.jsonl").write_text("\n".join(lines[:5]) + "\n")
+    figures = place.trained(held_out=None, held_out_prompts=place.folder / "held.jsonl", **SHAPE)
+    record = json.loads((place.folder / "drafter" / "training.json").read_text())
+    assert figures["held_out_prompts"] == 5
+    assert {name: len(counts) for name, counts in record["held_out"].items()} == {"greedy": 5, "sampled": 5}
+    assert "to 9 prompts" in (place.folder / "drafter" / "README.md").read_text()
+    rounds, emitted, _ = map(sum, zip(*record["held_out"]["greedy"], strict=True))
+    assert round(emitted / rounds, 3) == figures["tau_emitted"]
+
+
+def test_bfloat16_products_leave_weights_in_float32(place: Place) -> None:
+    figures = place.trained(precision="bfloat16", mode="dflow", **HEAD, **SHAPE)
+    assert figures["precision"] == "bfloat16"
+    assert {tensor.dtype for tensor in tensors(place.folder / "drafter").values()} == {torch.float32}
+
+
+@pytest.mark.slow
+def test_two_processes_train_what_one_trains_with_twice_the_batches(place: Place) -> None:
+    flags = {**SMALL, **SHAPE, "mode": "dflow", "threads": 1, "target": place.folder / "target"}
+    flags |= {"prompts": place.folder / "prompts.jsonl"}
+    command = ["train", "--json", *(str(part) for name, value in flags.items() for part in (f"--{name}", value))]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "dflow_trt"]
+    run = [*launch, *command, "--output", str(place.folder / "two")]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    found = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert found.returncode == 0, found.stderr[-2000:]
+    assert json.loads(found.stdout)["processes"] == 2, "and only the first process prints"
+    place.trained("one", mode="dflow", accumulate=2, **SHAPE)
+    one, two = tensors(place.folder / "one"), tensors(place.folder / "two")
+    assert one.keys() == two.keys()
+    assert all(torch.allclose(one[name], two[name], atol=1e-6) for name in one)
 
 
 def test_self_conditioned_training_has_more_rounds_and_no_relay(place: Place) -> None:
@@ -178,7 +238,7 @@ def test_interrupted_and_resumed_training_is_uninterrupted_training_bit_by_bit(f
     finally:
         torch.set_num_threads(threads)
     assert same(tensors(tmp_path / "whole"), tensors(tmp_path / "parts"))
-    timeless = {"output": None, "seconds": None}
+    timeless = {"output": None, "seconds": None, "training_cpu_seconds": None}
     assert whole | timeless == parts | timeless
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["answers"], "a finished run leaves no checkpoint"
 
@@ -192,7 +252,7 @@ def test_resuming_needs_a_run_with_the_same_settings(files: Path, tmp_path: Path
 
 def test_every_batch_is_used_once_in_each_turn(files: Path, tmp_path: Path) -> None:
     plan = plan_of(files)
-    training = job.prepare(plan, job.load_target(plan), tmp_path, Silent()).training
+    training = job.prepare(plan, Compute.start(), tmp_path, Silent()).training
     turns = [[training.batch_index(6 * turn + at) for at in range(6)] for turn in range(3)]
     assert all(sorted(turn) == list(range(6)) for turn in turns)
     assert turns[0] != turns[1]
@@ -200,7 +260,7 @@ def test_every_batch_is_used_once_in_each_turn(files: Path, tmp_path: Path) -> N
 
 def test_batches_beyond_the_memory_limit_are_read_anew_and_equal(files: Path, tmp_path: Path) -> None:
     plan = plan_of(files)
-    bench = job.prepare(plan, job.load_target(plan), tmp_path, Silent())
+    bench = job.prepare(plan, Compute.start(), tmp_path, Silent())
     batches = bench.training._reader._batches
     kept, anew = loop.Reader(bench.target, batches), loop.Reader(bench.target, batches, limit=0)
     assert kept[0] is kept[0]
@@ -249,7 +309,7 @@ def test_sampled_answers_follow_the_seed_and_leave_out_rows_without_a_token(file
     plan = plan_of(files)
     spec = replace(plan.target.spec, live_vocab=128)
     plan = replace(plan, target=replace(plan.target, spec=spec))
-    model, prompts = job.load_target(plan), [prompt.ids for prompt in plan.training]
+    model, prompts = job.load_target(plan, Compute.start()), [prompt.ids for prompt in plan.training]
     draw = [job.generate(plan, model, prompts, 10, 3.0, seed) for seed in (0, 0, 1)]
     assert draw[0] == draw[1] != draw[2]
     ids = [token for trajectories in draw for one in trajectories for token in one.response_ids]
@@ -337,6 +397,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mask out of range": ({"mask_token_id": 256}, "--mask-token-id: 256; allowed: 0 to 255"),
     "all held out": ({"held_out": 14}, "--held-out: 14; allowed: up to 13"),
     "too long": ({"max_new_tokens": 509}, "--prompts: line 1: "),
+    "head of none": ({"head_state": 8}, "--head-state: the drafter has no causal head; allowed: with --head domino"),
+    "rollout of none": ({"rollout": "real", "mode": "dflow"}, "--rollout: the drafter has no causal head"),
+    "rollout of dflash": ({"head": "domino", "rollout": "real"}, "--rollout: mode dflash has no round after drafts"),
+    "long head prefix": ({"head": "domino", "head_prefix": 4}, "--head-prefix: 4; allowed: 0 to 3"),
     "rounds of dflash": ({"rounds": 2}, "--rounds: mode dflash"),
     "relay of dflash": ({"relay_start": "at_rejection"}, "--relay-start: mode dflash has no relay"),
     "no rate": ({"learning_rate": "nan"}, "--learning-rate: nan; allowed"),
@@ -360,9 +424,11 @@ def test_options_that_do_not_fit_are_refused_in_one_line(place: Place, case: str
     ("text", "message"),
     [
         ("", "holds no prompt"),
-        ('{"prompt_token_ids": [1]}\n\n{"prompt_token', "line 3: no JSON"),
+        ("\n \n", "holds no prompt"),
+        ('{"prompt_token_ids": [1]}\n{"prompt_token', "line 2: no JSON"),
+        ('{"prompt_token_ids": [1]}\n\n{"prompt_token_ids": [1]}', "line 2: empty; remove the line"),
         ('{"prompt_token_ids": [1]}\n{}\n', "line 2: needs exactly one of"),
-        ('\n{"prompt_token_ids": [1]}\n{"prompt_token_ids": [256]}\n', "line 3: token id 256; allowed: 0 to 255"),
+        ('{"prompt_token_ids": [1]}\n{"prompt_token_ids": [256]}\n\n', "line 2: token id 256; allowed: 0 to 255"),
         ('{"prompt": "w1"}\n', "tokenizer.json does not exist"),
     ],
 )

@@ -11,10 +11,12 @@ pytest.importorskip("transformers", reason="training needs transformers (the ext
 
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
+from dflow_trt.spec import DominoSpec  # noqa: E402
 from dflow_trt.training.data import Trajectory, collate  # noqa: E402
-from dflow_trt.training.model import Drafter, RelayInputs, with_relay  # noqa: E402
-from dflow_trt.training.recipe import DrafterSettings, OptimiserSettings, train_drafter  # noqa: E402
-from dflow_trt.training.rollout import relay_sources, spread_anchors  # noqa: E402
+from dflow_trt.training.loop import DrafterTraining, Reader  # noqa: E402
+from dflow_trt.training.model import Drafter, RelayInputs, extended, head_fields  # noqa: E402
+from dflow_trt.training.recipe import DrafterSettings, OptimiserSettings  # noqa: E402
+from dflow_trt.training.rollout import play_round, relay_sources, spread_anchors  # noqa: E402
 from dflow_trt.training.simulate import Tally, simulate, tau_accepted, tau_emitted  # noqa: E402
 from dflow_trt.training.target import FrozenTarget  # noqa: E402
 
@@ -48,14 +50,24 @@ def tiny_drafter(**changes: object) -> Drafter:
         tiny_config(
             block_size=BLOCK,
             num_target_layers=5,
-            dflash_config={"mask_token_id": MASK, "target_layer_ids": TAPS},
-            initializer_range=0.2,
-            **changes,
+            **{"dflash_config": {"mask_token_id": MASK, "target_layer_ids": TAPS}, "initializer_range": 0.2, **changes},
         )
     )
     for parameter in drafter.parameters():  # norms too: a weight of one everywhere would hide a swapped norm
         parameter.data += 0.1 * torch.randn_like(parameter)
     return drafter.eval()
+
+
+def tiny_domino(prefix: int = 1, **changes: object) -> Drafter:
+    """A drafter with a causal head whose correction is as large as its base logits."""
+    head = head_fields(DominoSpec(prefix, state_size=12, rank=10, shifted=False))
+    drafter = tiny_drafter(
+        **{"dflash_config": {"mask_token_id": MASK, "target_layer_ids": TAPS, **head}, **changes},
+    )
+    for name, parameter in drafter.named_parameters():
+        if name.startswith(("prefix_gru", "embed_proj")):
+            torch.nn.init.normal_(parameter, std=0.5)
+    return drafter
 
 
 def random_trajectories(count: int) -> list[Trajectory]:
@@ -101,7 +113,7 @@ def test_drafter_without_relay_equals_the_dflash_package_over_cached_rounds(tmp_
 @torch.no_grad()
 def test_zero_initialised_relay_equals_dflash_bit_by_bit():
     plain, target = tiny_drafter(), tiny_target()
-    relayed = with_relay(plain, "at_rejection")
+    relayed = extended(plain, "at_rejection")
     embedding = target.get_input_embeddings().weight
     anchors = torch.tensor([[9, 12], [10, 11]])
     context = torch.randn(2, 20, 32)
@@ -114,6 +126,80 @@ def test_zero_initialised_relay_equals_dflash_bit_by_bit():
     names = set(relayed.state_dict()) - set(plain.state_dict())
     parts = ("relay_norm", "relay_mlp.0", "relay_mlp.2")
     assert names == {f"{part}.{kind}" for part in parts for kind in ("weight", "bias")}
+
+
+@torch.no_grad()
+def test_zero_initialised_head_drafts_what_dflash_drafts():
+    plain, target = tiny_drafter(), tiny_target()
+    headed = extended(plain, head=DominoSpec(1, state_size=12, rank=10, shifted=False))
+    embedding, ids = target.get_input_embeddings().weight, torch.randint(5, VOCAB, (2, 3))
+    rows = torch.randn(2, 3, BLOCK - 1, 32)
+    base = rows @ embedding.T
+    assert torch.equal(headed.causal_head(embedding).roll_out(base, rows, ids), base.argmax(-1))
+    names = set(headed.state_dict()) - set(plain.state_dict())
+    assert names == {"prefix_gru.weight_ih_l0", "prefix_gru.weight_hh_l0", "embed_proj.0.weight", "embed_proj.2.weight"}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("prefix", [0, 1, 3, BLOCK - 1])
+def test_a_causal_head_rolls_out_its_own_drafts_and_is_scored_after_given_ones(prefix):
+    drafter, embedding = tiny_domino(prefix), tiny_target().get_input_embeddings().weight
+    head, ids, rows = drafter.causal_head(embedding), torch.randint(5, VOCAB, (2, 3)), torch.randn(2, 3, BLOCK - 1, 32)
+    base = rows @ embedding.T
+    drafts = head.roll_out(base, rows, ids)
+    naive = [[naive_drafts(drafter, embedding, rows[n, m], int(ids[n, m])) for m in range(3)] for n in range(2)]
+    assert drafts.tolist() == naive
+    logits = head.logits(base, rows, ids, drafts)
+    assert torch.equal(logits.argmax(-1), drafts)
+    assert torch.equal(logits[:, :, :prefix], base[:, :, :prefix])
+    other = torch.randint(5, VOCAB, drafts.shape)
+    changed = head.logits(base, rows, ids, other)
+    assert torch.equal(changed[:, :, 0], logits[:, :, 0]), "the first draft follows the anchor alone"
+    assert prefix >= BLOCK - 1 or not torch.equal(changed, logits)
+
+
+def test_a_causal_head_learns_from_its_base_first_and_from_its_correction_last():
+    target, trajectories = FrozenTarget(tiny_target(), TAPS), learnable_trajectories()
+    settings = DrafterSettings(OptimiserSettings(steps=STEPS, learning_rate=8e-3), anchors=4)
+    training = DrafterTraining(tiny_domino(), target, Reader(target, [collate(trajectories, PAD)]), settings, seed=0)
+    before = training.drafter.embed_proj[2].weight.detach().clone()
+    assert training.base_share == 1.0
+    training._optimiser.zero_grad()
+    training._backward(0)
+    assert not training.drafter.embed_proj[2].weight.grad.any(), "at first the correction has no part in the loss"
+    losses = [training.advance() for _ in range(STEPS)]
+    assert training.base_share == 0.0
+    assert losses[-1] < losses[0]
+    assert not torch.equal(training.drafter.embed_proj[2].weight, before)
+    assert len(training.slot_losses) == BLOCK - 1
+
+
+def test_rounds_start_from_a_heads_own_drafts_unless_told():
+    model, trajectories = tiny_target(), learnable_trajectories()
+    target, drafter = FrozenTarget(model, TAPS), tiny_domino()
+    read = target.read(collate(trajectories, PAD))
+    anchors = read.batch.start_N[:, None]
+    own, forced = (
+        play_round(drafter, target, read, drafter.context(read.features_NSC), anchors, roll_out=way)
+        for way in (True, False)
+    )
+    assert torch.equal(own.logits_NMKV, forced.logits_NMKV), "both are scored after the true tokens"
+    assert torch.equal(forced.drafts_NMK, forced.logits_NMKV.argmax(-1))
+    assert not torch.equal(own.drafts_NMK, forced.drafts_NMK)
+
+
+def test_every_tensor_of_a_step_is_made_on_the_device_of_its_inputs():
+    """With another device as the default, a tensor made without one would not meet the others."""
+    target, trajectories = FrozenTarget(tiny_target(), TAPS), learnable_trajectories()
+    drafter = extended(tiny_domino(), "after_rejection")
+    settings = DrafterSettings(OptimiserSettings(steps=2, learning_rate=1e-3), anchors=4, rounds=2, relay=True)
+    reader = Reader(target, [collate(trajectories, PAD)])
+    training, read = DrafterTraining(drafter, target, reader, settings, seed=0), reader[0]
+    anchors = spread_anchors(read.batch, 4, torch.Generator().manual_seed(0))
+    with torch.device("meta"):
+        loss, slots, _ = training._loss(read, anchors, 0.5)
+        loss.backward()
+    assert (loss.device.type, slots.device.type) == ("cpu", "cpu")
 
 
 # Slot -> verify row, for a = 0..7 of a block of 8 (7 drafts).
@@ -145,6 +231,26 @@ def test_relay_stops_at_the_previous_draft_length():
     assert {slot: int(source[slot]) for slot in range(BLOCK) if on[slot]} == {2: 3, 3: 4}
 
 
+def naive_drafts(drafter: Drafter, embedding: torch.Tensor, rows: torch.Tensor, anchor: int) -> list[int]:
+    """The drafts of one block, one after the other, the GRU written out as equations."""
+    drafts, token = [], anchor
+    if drafter.head is not None:
+        w_x, w_h = drafter.prefix_gru.weight_ih_l0, drafter.prefix_gru.weight_hh_l0
+        state = torch.zeros(drafter.head.state_size)
+    for index, z in enumerate(rows):
+        logits = z @ embedding.T
+        if drafter.head is not None:
+            (x_r, x_z, x_n), (h_r, h_z, h_n) = ((w @ v).chunk(3) for w, v in ((w_x, embedding[token]), (w_h, state)))
+            update = torch.sigmoid(x_z + h_z)
+            state = (1 - update) * torch.tanh(x_n + torch.sigmoid(x_r + h_r) * h_n) + update * state
+            if index >= drafter.head.prefix_length:
+                inner = drafter.embed_proj[0].weight @ torch.cat([z, state])
+                logits = logits + drafter.embed_proj[2].weight @ (inner * torch.sigmoid(inner))
+        token = int(logits.argmax())
+        drafts.append(token)
+    return drafts
+
+
 @torch.no_grad()
 def naive_tally(drafter: Drafter, model: Qwen3ForCausalLM, trajectory: Trajectory, relay: bool) -> Tally:
     """One request, one round after the other, every tensor computed afresh from token ids."""
@@ -166,7 +272,7 @@ def naive_tally(drafter: Drafter, model: Qwen3ForCausalLM, trajectory: Trajector
             block[slot] = block[slot] + beta * drafter.relay_norm(state) + gamma
         context = h(text)[:anchor]
         hidden = drafter(torch.stack(block)[None, None], context[None], torch.tensor([[anchor]]))
-        drafts = (hidden[0, 0, 1:] @ embedding.T).argmax(-1).tolist()
+        drafts = naive_drafts(drafter, embedding, hidden[0, 0, 1:], text[anchor])
         a = 0
         while a < len(drafts) and anchor + a + 1 < len(text) and drafts[a] == text[anchor + a + 1]:
             a += 1
@@ -184,9 +290,10 @@ def naive_tally(drafter: Drafter, model: Qwen3ForCausalLM, trajectory: Trajector
 
 @pytest.mark.parametrize("relay", [False, True])
 @pytest.mark.parametrize("relay_start", ["after_rejection", "at_rejection"])
-def test_simulated_tau_equals_a_naive_one_by_one_simulation(relay_start, relay):
+@pytest.mark.parametrize("make", [tiny_drafter, tiny_domino])
+def test_simulated_tau_equals_a_naive_one_by_one_simulation(make, relay_start, relay):
     model, trajectories = tiny_target(), learnable_trajectories()
-    drafter = tiny_drafter(dflow_config={"relay_start": relay_start})
+    drafter = make(dflow_config={"relay_start": relay_start})
     with torch.no_grad():
         drafter.relay_mlp[2].weight.normal_(std=0.2)
     target = FrozenTarget(model, TAPS)
@@ -211,16 +318,18 @@ def learnable_trajectories() -> list[Trajectory]:
 
 
 def fit_a_little(drafter: Drafter, target: FrozenTarget, trajectories: list[Trajectory]) -> None:
-    read = target.read(collate(trajectories, PAD))
-    settings = DrafterSettings(OptimiserSettings(steps=STEPS, learning_rate=8e-3), anchors=4, rounds=2, relay=True)
-    train_drafter(drafter, target, iter([read] * STEPS), settings, seed=0)
+    relay = drafter.has_relay
+    settings = DrafterSettings(OptimiserSettings(steps=STEPS, learning_rate=8e-3), anchors=4, rounds=2, relay=relay)
+    training = DrafterTraining(drafter, target, Reader(target, [collate(trajectories, PAD)]), settings, seed=0)
+    for _ in range(STEPS):
+        training.advance()
 
 
 def test_training_is_deterministic_by_seed_and_moves_the_relay():
     target, trajectories = FrozenTarget(tiny_target(), TAPS), learnable_trajectories()
     trained = []
     for _ in range(2):
-        drafter = with_relay(tiny_drafter(), "after_rejection")
+        drafter = extended(tiny_drafter(), "after_rejection")
         fit_a_little(drafter, target, trajectories)
         trained.append(drafter.state_dict())
     assert all(torch.equal(trained[0][name], trained[1][name]) for name in trained[0])
@@ -248,7 +357,7 @@ def test_the_last_target_layer_is_refused_as_a_tap():
 
 
 def test_a_drafter_survives_saving_and_loading(tmp_path):
-    drafter = with_relay(tiny_drafter(), "at_rejection")
+    drafter = extended(tiny_drafter(), "at_rejection")
     drafter.save(tmp_path)
     loaded = Drafter.load(tmp_path)
     assert loaded.first_relay_slot == 1

@@ -1,11 +1,11 @@
-"""Files that are there whole or not at all."""
+"""Files and folders that are there whole or not at all."""
 
 from __future__ import annotations
 
 import errno
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +15,7 @@ from dflow_trt.errors import UserError
 
 @contextmanager
 def staged_file(path: Path) -> Iterator[Path]:
-    """A place to write a file, which takes the name `path` when the block ends without an error."""
+    """A place to write a file, which takes the name ``path`` when the block ends without an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -26,13 +26,17 @@ def staged_file(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def staged_folder(path: Path, replace: bool) -> Iterator[Path]:
-    """A folder to fill, which then becomes `path`; with `replace` an older one steps aside and is removed last."""
+def staged_folder(path: Path, replace: bool, todo: str = "nothing was replaced, choose another") -> Iterator[Path]:
+    """A folder to fill, which takes the name ``path`` when the block ends without an error.
+
+    With ``replace`` an older one steps aside and is removed last. UserError, which ends
+    with ``todo``, where another process filled it meanwhile.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     old = partial.with_name(partial.name + "-old")
     try:
-        partial.chmod(0o755)  # mkdtemp's folders are its user's alone
+        partial.mkdir()
         yield partial
         if replace and path.exists():
             path.rename(old)
@@ -41,7 +45,7 @@ def staged_folder(path: Path, replace: bool) -> Iterator[Path]:
         if old.exists() and not path.exists():
             old.rename(path)
         if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-            raise UserError(f"--output: {path} was filled meanwhile; move it, then go on with --resume") from None
+            raise UserError(f"--output: {path} was filled meanwhile; {todo}") from None
         raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
