@@ -4,7 +4,7 @@ Dimensions (symbolic unless an engine makes them static):
 
     B  batch rows: slots of one call          S  token rows of a target pass
     R  rows that get logits                   T  live cache length, a multiple of CACHE_STEP
-    J  block slots, K + 1 = block size        K  drafted slots
+    J  block slots                            K  drafts: J - 1, or J where a causal head shifts
     L  cache rows                             N  key/value heads
     D  head size                              E  hidden size of this engine
     X  packed taps: taps x target hidden      V  vocabulary columns, padded to VOCAB_BLOCK
@@ -17,19 +17,21 @@ from typing import Literal
 
 from dflow_trt.spec import DrafterSpec, StackSpec, TargetSpec
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 VOCAB_BLOCK = 128  # the blocked argmax works on rows of this many logits
 DEAD_LOGIT = -1e30  # the logit of ids that no tokenizer knows; finite, because masked rows still enter arithmetic
 
 MANIFEST = "dflow.json"
 TOKENIZER_DIR = "tokenizer"
 VOCAB_DATA = "vocab.data"
+ENGINE_SUFFIX, PLUGIN_SUFFIX = ".engine", ".so"
 
 PLUGIN_DOMAIN = "dflow"
 PLUGIN_VERSION = "1"
 HIDDEN_STATE_EXTRACT = "HiddenStateExtract"
 RELAY_INJECT = "RelayInject"
 RELAY_INJECT_EPSILON = "epsilon"
+RELAY_INJECT_EPSILON_DEFAULT = 1e-6  # of a node without the attribute
 
 TARGET, CONTEXT, RELAY, DRAFTER = "target", "context", "relay", "drafter"
 DRAFT_ENGINES = (CONTEXT, RELAY, DRAFTER)
@@ -62,18 +64,18 @@ NEXT_IDS = TensorSpec("next_ids", "int64", "BR", "host", "greedy next token afte
 LOGITS = TensorSpec("logits", "engine", "BRV", "host", "logits of each logit row; fetched only on request")
 HIDDEN = TensorSpec("hidden", "engine", "BSX", "device", "packed outputs of the tapped layers, zero past row_count")
 H = TensorSpec("h", "float32", "BSE", "device", "projected taps: hidden_norm(fc(hidden))")
-PENDING_H = TensorSpec("pending_h", "float32", "BJE", "device", "h of the last verify pass of each request")
+PENDING_H = TensorSpec("pending_h", "float32", "BJE", "device", "h of the last verify pass of each request (J = K + 1)")
 RELAY_SRC = TensorSpec("relay_src", "int64", "BJ", "host", "row of pending_h that each block slot receives")
 RELAY_ON = TensorSpec("relay_on", "bool", "BJ", "host", "whether a block slot receives a relay term")
 BLOCK_IDS = TensorSpec("block_ids", "int64", "BJ", "host", "anchor id, then the mask id")
 BONUS_ID = TensorSpec("bonus_id", "int64", "B", "host", "b, the token that replaced the first rejected draft")
 REJECT_ID = TensorSpec("reject_id", "int64", "B", "host", "y_hat, the first rejected draft")
 BLOCK_EMBEDS = TensorSpec("block_embeds", "engine", "BJE", "device", "drafter input embeddings of the block")
-BLOCK_POSITION_IDS = TensorSpec("position_ids", "int64", "BJ", "host", "absolute positions A..A+K of the block")
+BLOCK_POSITION_IDS = TensorSpec("position_ids", "int64", "BJ", "host", "absolute positions A..A+J-1 of the block")
 BLOCK_WRITE_INDEX = TensorSpec(
     "write_index", "int64", "B", "host", "A, the context length: first cache row of the block"
 )
-DRAFT_IDS = TensorSpec("draft_ids", "int64", "BK", "host", "greedy draft of each slot, lowest id on ties")
+DRAFT_IDS = TensorSpec("draft_ids", "int64", "BK", "host", "the drafts, greedy, lowest id on ties")
 DRAFT_LOGITS = TensorSpec(
     "draft_logits", "engine", "BKV", "host", "logits of the drafts; only in builds that ask for them"
 )
@@ -101,6 +103,12 @@ class EngineContract:
     outputs: tuple[TensorSpec, ...]
     cache_layers: int
     static: dict[str, int]
+
+    @property
+    def plugins(self) -> tuple[str, ...]:
+        """The dflow:: nodes of its graph, one of each."""
+        nodes = {HIDDEN_STATE_EXTRACT: HIDDEN in self.outputs, RELAY_INJECT: PENDING_H in self.inputs}
+        return tuple(name for name, there in nodes.items() if there)
 
     def tensor(self, name: str) -> TensorSpec:
         """The input or output of that name; KeyError if the engine has none."""
@@ -161,7 +169,10 @@ def relay_contract(drafter: DrafterSpec) -> EngineContract:
 
 
 def drafter_contract(drafter: DrafterSpec, cache_rows: int, draft_logits: bool) -> EngineContract:
-    """The drafter: one pass over the block, its keys and values written behind the context and never kept."""
+    """The drafter: one pass over the block, its keys and values written behind the context and never kept.
+
+    A causal head is part of it: the drafts that it gives are already those chosen one after another.
+    """
     static = {"E": drafter.stack.hidden_size, "J": drafter.block_size, "K": drafter.num_drafts}
     return EngineContract(
         DRAFTER,
@@ -170,3 +181,49 @@ def drafter_contract(drafter: DrafterSpec, cache_rows: int, draft_logits: bool) 
         drafter.stack.num_layers,
         static | {"V": vocab_columns(drafter.vocab_size)} | _cache_dims(drafter.stack, cache_rows),
     )
+
+
+@dataclass(frozen=True)
+class PluginTensor:
+    """An input or the output of a plugin node. kind "float" is float32, float16 or bfloat16, one for the whole node.
+
+    dims are letters, with a factor where the size is a multiple ("2E"); n is the number of repeated inputs.
+    """
+
+    name: str
+    kind: Literal["float", "int64", "bool"]
+    dims: tuple[str, ...]
+    repeated: bool = False  # NAME_0 .. NAME_{n-1}
+
+
+@dataclass(frozen=True)
+class PluginSpec:
+    """A dflow:: node as the C++ plugin sees it; ``plugins/contract.h`` is generated from this."""
+
+    name: str
+    inputs: tuple[PluginTensor, ...]
+    output: PluginTensor
+    fields: dict[str, float]  # float32 fields and their defaults
+
+
+PLUGINS = (
+    PluginSpec(
+        HIDDEN_STATE_EXTRACT,
+        (PluginTensor("tap", "float", ("B", "S", "E"), repeated=True), PluginTensor("row_count", "int64", ("B",))),
+        PluginTensor("hidden", "float", ("B", "S", "nE")),
+        {},
+    ),
+    PluginSpec(
+        RELAY_INJECT,
+        (
+            PluginTensor("x", "float", ("B", "J", "E")),
+            PluginTensor("h", "float", ("B", "J", "E")),
+            PluginTensor("beta_gamma", "float", ("B", "J", "2E")),
+            PluginTensor("norm_weight", "float", ("E",)),
+            PluginTensor("norm_bias", "float", ("E",)),
+            PluginTensor("relay_on", "bool", ("B", "J")),
+        ),
+        PluginTensor("relayed", "float", ("B", "J", "E")),
+        {RELAY_INJECT_EPSILON: RELAY_INJECT_EPSILON_DEFAULT},
+    ),
+)

@@ -160,6 +160,33 @@ def relay_term(weights: Weights, spec: DrafterSpec, bonus: Array, reject: Array,
     return np.asarray(beta * normed + gamma)
 
 
+def domino_corrections(
+    weights: Weights, spec: DrafterSpec, z: Array, read: Array, linear: Linear = float_linear
+) -> Array:
+    """What the causal head adds to the base logits of final-normed slots z [K,E]: [K,vocabulary], zero in the prefix.
+
+    read [K,E]: the embeddings of the anchor and of all drafts but the last.
+    """
+    assert spec.head is not None
+    split, state, corrections = spec.stack.hidden_size, np.zeros((1, spec.head.state_size), np.float32), []
+    down, up = (weights.read(f"embed_proj.{layer}.weight").astype(np.float32) for layer in (0, 2))
+    gates = [weights.read(f"prefix_gru.weight_{label}_l0").astype(np.float32) for label in ("ih", "hh")]
+    for i in range(len(z)):
+        state = _gru_step(linear(read[i : i + 1], gates[0]), linear(state, gates[1]), state)
+        inner = linear(z[i : i + 1], down[:, :split]) + linear(state, down[:, split:])
+        corrections.append(linear(silu(inner), up)[0] if i >= spec.head.prefix_length else np.zeros(len(up)))
+    return np.asarray(corrections, np.float32)
+
+
+def _gru_step(from_input: Array, from_state: Array, state: Array) -> Array:
+    """torch.nn.GRU's cell without biases: [1,3G] of the input and of the state, gates in the order r, z, n."""
+    in_r, in_z, in_n = np.split(from_input, 3, axis=1)
+    state_r, state_z, state_n = np.split(from_state, 3, axis=1)
+    reset, keep = (1 / (1 + np.exp(-gate)) for gate in (in_r + state_r, in_z + state_z))
+    new = np.tanh(in_n + reset * state_n)
+    return np.asarray((1 - keep) * new + keep * state, np.float32)
+
+
 _RELAY = (
     "relay_mlp.0.weight",
     "relay_mlp.0.bias",

@@ -24,11 +24,14 @@ from dflow_trt.checkpoint.target import TargetCheckpoint
 from dflow_trt.checkpoint.weights import Array
 from dflow_trt.errors import UserError
 from dflow_trt.memory import plan_memory, show_bytes
-from dflow_trt.spec import CACHE_STEP, WeightForm
+from dflow_trt.runtime.ort import exact_int8
+from dflow_trt.spec import CACHE_STEP, DType, WeightForm
 
 # (root mean square, largest) difference allowed, relative to the root mean square of the reference. An int8 activation
 # that rounds the other way moves single results by a level; a wrong weight, layout or mask moves many by about 1.
 TOLERANCE: dict[WeightForm, tuple[float, float]] = {"float": (1e-3, 1e-3), "int8": (3e-2, 2e-1)}
+# The same of float weights that were rounded to the engine's dtype; the arithmetic of the check stays float32.
+ROUNDED: dict[DType, tuple[float, float]] = {"float32": (0, 0), "float16": (5e-3, 2e-2), "bfloat16": (3e-2, 1.5e-1)}
 NOISE, MOST = (2.0, 12.0), (0.5, 3.0)  # the same relative to the quantisation noise, and the limit of all that
 WHOLE_ENGINE = 5  # rounding adds up over the layers of a whole engine
 ROWS, CONTEXT_ROWS, SAMPLE_ROWS = 4, 5, 128
@@ -37,6 +40,9 @@ SAMPLE_TEXT = (
     "The quick brown fox jumps over the lazy dog. Speculative decoding drafts several tokens and verifies them in one "
     "pass of the target model, so that the output stays exactly the target's own.\ndef add(a, b):\n    return a + b\n"
 )
+
+HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+Z, BASE = "final_norm", "domino.base"  # values of a drafter's graph, where the sections of a causal head begin
 
 Say = Callable[[str], None]
 
@@ -50,6 +56,8 @@ def run_self_check(
 ) -> dict[str, Any]:
     """Run the check; {"mode", "errors": {section: relative error}} and, for a quantised target, its "agreement".
 
+    Graphs that are yet to be compiled run on ONNX Runtime in float32, with their weights as rounded; what a compiler
+    makes of them does not run here: then "engines" says so.
     Raises UserError naming the section that differs.
     """
     result: dict[str, Any] = {"mode": mode}
@@ -58,6 +66,8 @@ def run_self_check(
             say(f"full self-check: needs about {show_bytes(2 * plan_memory(bundle, 1).weights)} of memory")
         check = _FullCheck(bundle, target, drafts) if mode == "full" else _LayerCheck(bundle, target, drafts)
         result["errors"] = check.run()
+        if bundle.build.backend != "onnxruntime":
+            result["engines"] = "not run"
         if bundle.build.target_weights != "float":
             result["agreement"] = quantised_agreement(bundle, target)
     return result
@@ -97,8 +107,9 @@ class _Check:
         errors = _rms(difference) / scale, float(np.abs(difference).max()) / scale
         self.errors[section] = errors[0]
         factor = WHOLE_ENGINE if whole else 1
-        for error, tolerance, noises, most in zip(errors, TOLERANCE[form], NOISE, MOST, strict=True):
-            allowed = min(max(factor * tolerance, noises * noise / scale), most)
+        rounded = ROUNDED[self.bundle.build.dtype]
+        for error, tolerance, least, noises, most in zip(errors, TOLERANCE[form], rounded, NOISE, MOST, strict=True):
+            allowed = min(max(factor * tolerance, least, noises * noise / scale), most)
             if not error <= allowed:
                 raise _difference(section, f"by {error:.1e} of its size; allowed: {allowed:.0e}")
 
@@ -106,10 +117,15 @@ class _Check:
         self, section: str, chosen: Array, wanted: Array, form: WeightForm, *, whole: bool = False
     ) -> None:
         """The chosen ids [M] must score as high as the reference's best [M,live vocabulary]."""
-        if chosen.min() < 0 or chosen.max() >= wanted.shape[1]:
-            raise _difference(section, f"with id {chosen.max()}; allowed: ids below {wanted.shape[1]}")
+        self.check_live(section, chosen)
         best = np.take_along_axis(wanted, chosen[:, None], axis=1)[:, 0]
         self.compare(section, best, wanted.max(axis=1), form, whole=whole)
+
+    def check_live(self, section: str, chosen: Array) -> None:
+        """UserError if an id is chosen that is no token."""
+        live = self.bundle.target.live_vocab
+        if chosen.min() < 0 or chosen.max() >= live:
+            raise _difference(section, f"with id {chosen.max()}; allowed: ids below {live}")
 
     def stack(self, draft: DrafterCheckpoint | None) -> ref.ReferenceStack:
         if draft is None:
@@ -196,7 +212,7 @@ class _LayerCheck(_Check):
         ids, logits = (c.NEXT_IDS, c.LOGITS) if draft is None else (c.DRAFT_IDS, c.DRAFT_LOGITS)
         outputs = [spec.name for spec in (ids, logits) if engine.gives(spec)]
         found = engine.section(feeds, outputs)
-        kept = x if draft is None else x[1:]
+        kept = x if draft is None else x[draft.spec.first_slot :]
         wanted = self.head(form).logits(ref.rms_norm(kept, stack.read(name), stack.stack.rms_norm_eps))
         self.compare_best(f"{label}.head", found[ids.name][0], wanted, form)
         if logits.name in found:
@@ -248,7 +264,56 @@ class _LayerCheck(_Check):
         form, last = self.bundle.build.draft_weights, draft.spec.stack.num_layers - 1
         for i in sorted({0, last}):
             self._check_block(draft.spec.name, engine, stack, i, size, form)
-        self._check_head(draft.spec.name, engine, draft, last, form)
+        if draft.spec.corrected_drafts:
+            self._check_base(engine, draft, last, form)
+            self._check_domino(engine, draft, form)
+        else:
+            self._check_head(draft.spec.name, engine, draft, last, form)
+
+    def _check_base(self, engine: _Engine, draft: DrafterCheckpoint, last: int, form: WeightForm) -> None:
+        """Final norm and head of a drafter whose drafts also hang on its causal head: the base logits themselves."""
+        spec, stack = draft.spec, self.stack(draft)
+        x = self.rows(spec.block_size, spec.stack.hidden_size)
+        found = engine.section({f"layers.{last}.out": x[None]}, [BASE])[BASE][0]
+        z = ref.rms_norm(x[spec.first_slot :], stack.read("norm.weight"), spec.stack.rms_norm_eps)
+        wanted = self.head(form).logits(z)
+        self.compare_best(f"{spec.name}.head", found.argmax(axis=1), wanted, form)
+        self.compare(f"{spec.name}.head.logits", found[:, : wanted.shape[1]], wanted, form)
+
+    def _check_domino(self, engine: _Engine, draft: DrafterCheckpoint, form: WeightForm) -> None:
+        """The causal head alone: its corrections after the engine's own drafts, and those drafts.
+
+        The base logits are given, no larger than the corrections: beside large ones, a wrong correction changes no id.
+        """
+        spec, label, live = draft.spec, f"{draft.spec.name}.correction", self.bundle.target.live_vocab
+        z, anchor = self.rows(spec.num_drafts, spec.stack.hidden_size), self.ids(1)
+        base, block = self._small_base(draft, z), self.head("float").embed(anchor.tolist())
+        names = [f"domino.{i}.correction" for i in spec.corrected_drafts]
+        outputs = [tensor.name for tensor in (c.DRAFT_IDS, c.DRAFT_LOGITS) if engine.gives(tensor)]
+        found = engine.section({Z: z[None], BASE: base[None], c.BLOCK_EMBEDS.name: block[None]}, [*outputs, *names])
+        ids = found[c.DRAFT_IDS.name][0]
+        self.check_live(label, ids)
+        read = np.concatenate([anchor, ids[:-1]])
+        wanted, plain = self._corrections(draft, z, read, form), self._corrections(draft, z, read, "float")
+        corrections, noise = np.concatenate([found[name][0] for name in names])[:, :live], _rms(wanted - plain)
+        self.compare(label, corrections, wanted[spec.corrected_drafts[0] - 1 :], form, noise=noise)
+        self.compare_best(f"{label}.ids", ids, base[:, :live] + wanted, form)
+        if c.DRAFT_LOGITS.name in found:
+            logits = found[c.DRAFT_LOGITS.name][0, :, :live]
+            self.compare(f"{label}.logits", logits, base[:, :live] + wanted, form, noise=noise)
+
+    def _small_base(self, draft: DrafterCheckpoint, z: Array) -> Array:
+        """Random base logits [K,V] of the size of the corrections; what is no token is as dead as behind the head."""
+        size = _rms(self._corrections(draft, z, self.ids(len(z)), "float"))
+        base = np.float32(size) * self.rows(len(z), c.vocab_columns(draft.spec.vocab_size))
+        base[:, self.bundle.target.live_vocab :] = c.DEAD_LOGIT
+        return base
+
+    def _corrections(self, draft: DrafterCheckpoint, z: Array, read: Array, form: WeightForm) -> Array:
+        """The reference's corrections [K,live vocabulary]; ``read`` [K] are the anchor and all drafts but the last."""
+        embeds = self.head("float").embed(read.tolist())
+        found = ref.domino_corrections(draft.weights, draft.spec, z, embeds, ref.LINEAR[form])
+        return found[:, : self.bundle.target.live_vocab]
 
 
 def _shown(draft: DrafterCheckpoint, logits: Array) -> Array:
@@ -261,8 +326,8 @@ class _Engine:
     """One engine's graph, and the running of sections cut out of it."""
 
     def __init__(self, bundle: Bundle, engine: str, drafter: str | None) -> None:
-        self._path = bundle.engine_path(engine, drafter)
-        self._model = ir.load(self._path)
+        self._path = bundle.graph_path(engine, drafter)
+        self._model, self._dtype = ir.load(self._path), bundle.build.dtype
         self._contract = next(k for name, k in bundle.contracts() if (name, k.engine) == (drafter, engine))
 
     def gives(self, spec: c.TensorSpec) -> bool:
@@ -313,19 +378,38 @@ class _Engine:
             value.type, value.shape = ir.TensorType(ir.DataType.from_numpy(array.dtype)), ir.Shape(array.shape)
         for value in graph.outputs:
             value.type = value.type or ir.TensorType(ir.DataType.FLOAT)
-        cut = self._path.with_suffix(".check.onnx")
+        cut, data = self._path.with_suffix(".check.onnx"), self._path.with_suffix(".check.data")
         functions = tuple(self._model.functions.values())
-        ir.save(ir.Model(graph, ir_version=self._model.ir_version, functions=functions), cut)
+        model = ir.Model(graph, ir_version=self._model.ir_version, functions=functions)
+        if self._dtype == "float32":
+            ir.save(model, cut)
+        else:
+            ir.save(_widened(model), cut, external_data=data.name)
         try:
             return _run(cut, feeds, outputs)
         finally:
             cut.unlink()
+            data.unlink(missing_ok=True)
 
     def whole(self, feeds: dict[str, Array], outputs: Sequence[str]) -> dict[str, Array]:
         """Run the whole engine, its caches zeroed."""
         for layer in range(self._contract.cache_layers):
             feeds |= self._caches(layer)
-        return _run(self._path, feeds, outputs)
+        return self.section(feeds, outputs)
+
+
+def _widened(model: ir.Model) -> ir.Model:
+    """The same with every half-precision value in float32, weights as they were rounded: what a CPU can run."""
+    for value in model.graph.initializers.values():
+        if value.const_value is not None and value.const_value.dtype in HALF:
+            value.const_value = ir.tensor(value.const_value.numpy().astype(np.float32), name=value.name)
+    for node in model.graph:
+        if node.op_type == "Cast" and node.attributes["to"].value in HALF:
+            node.attributes["to"] = ir.AttrInt64("to", int(ir.DataType.FLOAT))
+        for each in (*node.inputs, *node.outputs):
+            if each is not None and each.dtype in HALF:
+                each.type = ir.TensorType(ir.DataType.FLOAT)
+    return model
 
 
 def _run(path: Path, feeds: dict[str, Array], outputs: Sequence[str]) -> dict[str, Array]:
@@ -333,6 +417,7 @@ def _run(path: Path, feeds: dict[str, Array], outputs: Sequence[str]) -> dict[st
     options.log_severity_level = 3
     options.add_session_config_entry("session.disable_prepacking", "1")  # a packed copy would double the memory
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # one call: nothing to wait for
+    exact_int8(options)
     session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     return dict(zip(outputs, session.run(list(outputs), feeds), strict=True))
 
@@ -366,15 +451,19 @@ class _FullCheck(_LayerCheck):
         positions = np.arange(length)
         feeds = {c.POSITION_IDS.name: positions[None], c.WRITE_INDEX.name: np.zeros(1, np.int64)}
         self._runtime.run(c.CONTEXT, spec.name, range(1), feeds)
-        block = [int(ids[-1]), *[spec.mask_token_id] * spec.num_drafts]
+        block = [int(ids[-1]), *[spec.mask_token_id] * (spec.block_size - 1)]
         x = self.head("float").embed(block) * spec.input_embedding_scale
         chosen = self._draft(spec.name, block, length)
         stack, at = self.stack(draft), length + np.arange(spec.block_size)
         for i in range(spec.stack.num_layers):
             x = stack.layer(i, x, at, context)
-        normed = ref.rms_norm(x[1:], stack.read("norm.weight"), spec.stack.rms_norm_eps)
-        wanted = self.head(self.bundle.build.draft_weights).logits(normed)
-        self.compare_best(f"{spec.name}.draft", chosen, wanted, self.bundle.build.draft_weights, whole=True)
+        form = self.bundle.build.draft_weights
+        z = ref.rms_norm(x[spec.first_slot :], stack.read("norm.weight"), spec.stack.rms_norm_eps)
+        wanted = self.head(form).logits(z)
+        if spec.corrected_drafts:
+            self.check_live(f"{spec.name}.draft", chosen)
+            wanted = wanted + self._corrections(draft, z, np.array([block[0], *chosen[:-1]]), form)
+        self.compare_best(f"{spec.name}.draft", chosen, wanted, form, whole=True)
 
     def _draft(self, name: str, block: list[int], length: int) -> Array:
         spec = self.bundle.drafters[name].spec

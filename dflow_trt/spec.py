@@ -14,9 +14,12 @@ from typing import Any, Literal
 RelayStart = Literal["after_rejection", "at_rejection"]
 DType = Literal["float32", "float16", "bfloat16"]
 WeightForm = Literal["float", "int8"]
+BackendName = Literal["onnxruntime", "tensorrt", "tensorrt-rtx"]
+Hardware = Literal["none", "same_compute_capability", "ampere_plus"]
 
 RELAY_STARTS: tuple[RelayStart, ...] = ("after_rejection", "at_rejection")
 DTYPES: tuple[DType, ...] = ("float32", "float16", "bfloat16")
+HARDWARE: tuple[Hardware, ...] = ("none", "same_compute_capability", "ampere_plus")  # of compatibility
 WEIGHT_FORMS: tuple[WeightForm, ...] = ("float", "int8")
 PREFILL_CHUNK = 256  # rows; a CPU gains nothing from longer chunks, and every KV cache keeps this margin
 CACHE_STEP = 64  # live cache lengths grow in these steps, so that call shapes repeat and vector loops have no tail
@@ -100,11 +103,26 @@ class RelaySpec:
 
 
 @dataclass(frozen=True)
-class DrafterSpec:
-    """A DFlash drafter (arXiv 2602.06036), or a DFlow drafter where ``relay`` is present.
+class DominoSpec:
+    """A causal head over a block's drafts (Domino, arXiv 2605.29707).
 
-    block_size: B, one anchor slot and K = B - 1 drafted slots. target_layer_ids: the taps, in checkpoint order; L means
-    the output of the target's decoder layer L. target_hidden_size: the width of one tap.
+    logits_i = base_i + W_2 SiLU(W_1 [z_i ; s_i]), where the GRU state s_i has read the anchor and d_1..d_{i-1}.
+    prefix_length: p, the first drafts, which keep their base logits. state_size: of s. rank: rows of W_1. shifted: slot
+    i drafts position A + i + 1, so that the anchor's slot drafts too.
+    """
+
+    prefix_length: int
+    state_size: int
+    rank: int
+    shifted: bool
+
+
+@dataclass(frozen=True)
+class DrafterSpec:
+    """A DFlash drafter (arXiv 2602.06036); with ``relay`` a DFlow drafter, with ``head`` a Domino drafter.
+
+    block_size: B, one anchor slot and B - 1 mask slots. target_layer_ids: the taps, in checkpoint order; L means the
+    output of the target's decoder layer L. target_hidden_size: the width of one tap.
     """
 
     name: str
@@ -119,14 +137,31 @@ class DrafterSpec:
     output_multiplier: float
     final_logit_softcapping: float | None
     relay: RelaySpec | None
+    head: DominoSpec | None
     checkpoint_dtype: DType
     architecture: str
     licence: str | None
 
     @property
+    def first_slot(self) -> int:
+        """The slot of draft 1: 1, as slot j drafts its own position A + j; 0 where a head shifts that by one."""
+        return 0 if self.head is not None and self.head.shifted else 1
+
+    @property
     def num_drafts(self) -> int:
-        """K, the drafted slots of a block."""
-        return self.block_size - 1
+        """K, the drafts of a block: one a slot from ``first_slot`` on."""
+        return self.block_size - self.first_slot
+
+    @property
+    def verify_rows(self) -> int:
+        """K + 1, the rows of a whole verify pass: the anchor and the drafts. Never fewer than the slots of a block."""
+        return self.num_drafts + 1
+
+    @property
+    def corrected_drafts(self) -> range:
+        """The drafts, counted from 1, that the causal head corrects."""
+        kept = self.num_drafts if self.head is None else self.head.prefix_length
+        return range(kept + 1, self.num_drafts + 1)
 
     @property
     def strategies(self) -> tuple[str, ...]:
@@ -138,7 +173,7 @@ class DrafterSpec:
 class BuildSpec:
     """The limits and choices of one build; names follow trtllm-build where they mean the same."""
 
-    backend: Literal["onnxruntime"]
+    backend: BackendName
     dtype: DType
     max_batch_size: int
     max_input_len: int
@@ -153,12 +188,12 @@ class BuildSpec:
         """The most prompt rows of one request in one target pass."""
         return min(self.max_num_tokens, self.max_input_len, PREFILL_CHUNK)
 
-    def cache_rows(self, block_size: int) -> int:
+    def cache_rows(self, verify_rows: int) -> int:
         """L, the rows of every KV cache: room for max_seq_len and for the padding of the longest write behind it.
 
         TensorScatter checks write_index + S <= L for padding rows too, hence the margin.
         """
-        rows = self.max_seq_len + max(self.prefill_chunk, block_size)
+        rows = self.max_seq_len + max(self.prefill_chunk, verify_rows)
         return -(-rows // CACHE_STEP) * CACHE_STEP
 
 
@@ -180,9 +215,10 @@ def target_from_json(data: Mapping[str, Any]) -> TargetSpec:
 def drafter_from_json(data: Mapping[str, Any]) -> DrafterSpec:
     """The inverse of :func:`to_json`; raises TypeError or KeyError on unknown or missing fields."""
     relay = RelaySpec(**data["relay"]) if data["relay"] is not None else None
+    head = DominoSpec(**data["head"]) if data["head"] is not None else None
     stack = _stack(data["stack"])
     taps = tuple(data["target_layer_ids"])
-    return DrafterSpec(**{**data, "stack": stack, "relay": relay, "target_layer_ids": taps})
+    return DrafterSpec(**{**data, "stack": stack, "relay": relay, "head": head, "target_layer_ids": taps})
 
 
 def build_from_json(data: Mapping[str, Any]) -> BuildSpec:

@@ -26,6 +26,7 @@ from dflow_trt.request import Request
 from dflow_trt.spec import (
     CACHE_STEP,
     BuildSpec,
+    DominoSpec,
     DrafterSpec,
     RelaySpec,
     RelayStart,
@@ -100,9 +101,9 @@ class Script:
         """What this drafter's context makes of one row of the target."""
         return mix(state, self.salt)
 
-    def drafts(self, toy: Toy, committed: Sequence[int], anchor: int, embeds: Sequence[int]) -> list[int]:
-        """K drafts behind ``committed`` (the context) and the anchor, given J embeddings."""
-        true = toy.continuation([*committed, anchor], len(embeds) - 1)
+    def drafts(self, toy: Toy, committed: Sequence[int], anchor: int, embeds: Sequence[int], count: int) -> list[int]:
+        """``count`` drafts behind ``committed`` (the context) and the anchor, given J embeddings."""
+        true = toy.continuation([*committed, anchor], count)
         if self.rule == "self":
             return true
         if self.rule == "wrong":
@@ -125,7 +126,8 @@ def stack_spec(heads_per_group: int = 2) -> StackSpec:
     return StackSpec(4, 1, heads_per_group, 1, 4, 8, 1e-6, False, rope, (None,), (True,))
 
 
-def drafter_spec(name: str, block_size: int, relay: RelayStart | None) -> DrafterSpec:
+def drafter_spec(name: str, block_size: int, relay: RelayStart | None, shifted: bool = False) -> DrafterSpec:
+    """``shifted``: by a causal head, so that the block has as many drafts as slots."""
     return DrafterSpec(
         name=name,
         stack=stack_spec(),
@@ -139,6 +141,7 @@ def drafter_spec(name: str, block_size: int, relay: RelayStart | None) -> Drafte
         output_multiplier=1.0,
         final_logit_softcapping=None,
         relay=RelaySpec(relay, 1e-6) if relay else None,
+        head=DominoSpec(prefix_length=0, state_size=4, rank=4, shifted=True) if shifted else None,
         checkpoint_dtype="float32",
         architecture="DFlashDraftModel",
         licence=None,
@@ -414,14 +417,15 @@ class FakeRuntime:
         assert of == slots, "the block's embeddings belong to other slots"
         assert feeds[c.POSITION_IDS.name].shape == embeds_BJ.shape
         script, cache = self.scripts[drafter], self._context[drafter]
-        drafts_BK = np.full((len(slots), embeds_BJ.shape[1] - 1), EMPTY)
+        count = self._contracts[c.DRAFTER, drafter].static["K"]
+        drafts_BK = np.full((len(slots), count), EMPTY)
         for i, (slot, length) in enumerate(zip(slots, feeds[c.WRITE_INDEX.name].tolist(), strict=True)):
             cache[slot, length : length + embeds_BJ.shape[1]] = NOTHING  # the block's own rows, never kept
             committed = self._tokens_SL[slot, :length].tolist()
             states = map(script.h, self.toy.states(committed).tolist())
             if cache[slot, :length].tolist() != list(states):
                 continue  # not the context of the committed tokens: right for a row without this drafter, never fed on
-            drafts_BK[i] = script.drafts(self.toy, committed, int(anchor_B[i]), embeds_BJ[i].tolist())
+            drafts_BK[i] = script.drafts(self.toy, committed, int(anchor_B[i]), embeds_BJ[i].tolist(), count)
         return {c.DRAFT_IDS.name: drafts_BK}
 
 
@@ -492,7 +496,8 @@ class _Oracle:
         remaining = self.limit - (len(self.tokens) - len(self.request.prompt_ids))
         if self.spec is None or self.script is None:
             return [], 0
-        wanted = min(self.spec.block_size - 1, remaining - 1)
+        count = self.spec.block_size if self.spec.head else self.spec.block_size - 1  # a head here is a shifted one
+        wanted = min(count, remaining - 1)
         if self.request.draft_tokens is not None:
             wanted = min(wanted, self.request.draft_tokens)
         if wanted <= 0:
@@ -504,7 +509,7 @@ class _Oracle:
             relayed += source is not None
             token = mask if j else self.tokens[-1]
             embeds.append(embedding(token, None if source is None else (*pair, source)))
-        return self.script.drafts(self.toy, self.tokens[:-1], self.tokens[-1], embeds)[:wanted], relayed
+        return self.script.drafts(self.toy, self.tokens[:-1], self.tokens[-1], embeds, count)[:wanted], relayed
 
     def _emit(self) -> str | None:
         """The target's next token; why the request ends with it, or None."""

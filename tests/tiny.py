@@ -46,6 +46,14 @@ TARGET_DEFAULTS: Config = {
     "eos_token_id": 1,
 }
 
+DOMINO_DEFAULTS: Config = {
+    "projector_type": "domino",
+    "emb_dim": 20,
+    "gru_hidden_dim": 24,
+    "pure_draft_prefix_len": 0,
+    "shift_label": False,
+}
+
 
 def make_target(
     folder: Path,
@@ -94,6 +102,8 @@ def make_drafter(
     relay: bool = False,
     relay_start: str = "after_rejection",
     relay_scale: float = 0.5,
+    domino: Mapping[str, Any] | None = None,
+    domino_scale: float = 1.0,
     seed: int = 1,
     dtype: str = "float32",
     shards: int = 1,
@@ -110,6 +120,8 @@ def make_drafter(
     """Write a random drafter folder for a target config and return the drafter's config.
 
     relay_scale: standard deviation gain of the relay MLP's last layer; 0.0 makes the relay a no-op.
+    domino: keys of Domino's head over those of ``DOMINO_DEFAULTS``, or None for a drafter without it. domino_scale: as
+    relay_scale, of the head.
     mask_token_id: the last id of the vocabulary when None. top_level: ``block_size``, ``mask_token_id`` and
     ``target_layer_ids`` beside the Qwen3 keys instead of inside ``dflash_config``. speculators: that
     project's nested layout.
@@ -124,7 +136,10 @@ def make_drafter(
     tensors = drafter_tensors(rng, config, len(taps), target_config["hidden_size"])
     if relay:
         tensors |= relay_tensors(rng, config["hidden_size"], relay_scale)
-    draft = {"block_size": block_size, "mask_token_id": mask, "target_layer_ids": taps}
+    draft: Config = {"block_size": block_size, "mask_token_id": mask, "target_layer_ids": taps}
+    if domino is not None:
+        draft |= {**DOMINO_DEFAULTS, **domino}
+        tensors |= domino_tensors(rng, config["hidden_size"], config["vocab_size"], draft, domino_scale)
     config = _nested(config, draft) if speculators else {**config, **(draft if top_level else {"dflash_config": draft})}
     if relay:
         config["dflow_config"] = {"relay_start": relay_start}
@@ -152,6 +167,19 @@ def relay_tensors(rng: np.random.Generator, hidden: int, scale: float) -> Tensor
         "relay_mlp.0.bias": _normal(rng, (out,), 0.1),
         "relay_mlp.2.weight": _normal(rng, (out, out), scale * out**-0.5),
         "relay_mlp.2.bias": _normal(rng, (out,), 0.1 * scale),
+    }
+
+
+def domino_tensors(rng: np.random.Generator, hidden: int, vocab: int, draft: Config, scale: float) -> Tensors:
+    """The tensors of Domino's head. What it makes of the state outweighs what it makes of the slot."""
+    state, rank = draft["gru_hidden_dim"], draft["emb_dim"]
+    down = _normal(rng, (rank, hidden + state), (hidden + state) ** -0.5)
+    down[:, hidden:] *= 4
+    return {
+        "prefix_gru.weight_ih_l0": _normal(rng, (3 * state, hidden), 4 * hidden**-0.5),
+        "prefix_gru.weight_hh_l0": _normal(rng, (3 * state, state), 2 * state**-0.5),
+        "embed_proj.0.weight": down,
+        "embed_proj.2.weight": _normal(rng, (vocab, rank), 4 * scale * rank**-0.5),
     }
 
 

@@ -1,21 +1,21 @@
-"""A DFlash or DFlow drafter folder in, a spec and lazily read weights out.
+"""A DFlash, Domino or DFlow drafter folder in, a spec and lazily read weights out.
 
-Two layouts: z-lab's (Qwen3 keys at the top, ``dflash_config``) and that of the speculators project (Qwen3
-keys in ``transformer_layer_config``, taps counted from the embedding output). The masks are those of the
-``dflash`` package.
+Two layouts: z-lab's (Qwen3 keys at the top, ``dflash_config``; SpecForge writes Domino's head into it) and that of the
+speculators project (Qwen3 keys in ``transformer_layer_config``, taps counted from the embedding output). The masks are
+those of the ``dflash`` package.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dflow_trt.checkpoint.config import read_stack, reject_unsupported
 from dflow_trt.checkpoint.folder import CONFIG, checked_folder, fingerprint, licence
-from dflow_trt.checkpoint.names import EMBEDDING, HEAD, RELAY_NAMES, check_tensors, drafter_tensors
+from dflow_trt.checkpoint.names import DOMINO_NAMES, EMBEDDING, HEAD, RELAY_NAMES, check_tensors, drafter_tensors
 from dflow_trt.checkpoint.reader import Config, read_config, refuse, show
 from dflow_trt.checkpoint.safetensors import open_weights
 from dflow_trt.checkpoint.target import checkpoint_dtype, read_architecture
@@ -25,6 +25,7 @@ from dflow_trt.spec import (
     AUTOREGRESSIVE,
     NO_RELAY_SUFFIX,
     RELAY_STARTS,
+    DominoSpec,
     DrafterSpec,
     DType,
     RelaySpec,
@@ -35,6 +36,7 @@ from dflow_trt.spec import (
 ARCHITECTURES = ("DFlashDraftModel",)
 NESTED_ARCHITECTURES = ("DFlashSpeculator", "DFlashDraftModel")
 NESTED = "transformer_layer_config"
+DOMINO = "domino"
 RESERVED = (AUTOREGRESSIVE, "target", "vocab")
 _BORROWED = (EMBEDDING, "embed_tokens.weight", HEAD, "verifier_lm_head.weight")
 _MAPS = ("d2t", "t2d")
@@ -64,8 +66,9 @@ class _Draft:
 def read_drafter(folder: Path | str, target: TargetSpec, name: str | None = None) -> DrafterCheckpoint:
     """Read and validate a drafter folder for this target.
 
-    name: what requests call it; by default ``dflow`` with a relay and ``dflash`` without. UserError, in one
-    line, for anything that is not supported, not whole, or does not pair with the target.
+    name: what requests call it; by default ``dflash``, ``domino`` with that head, ``dflow`` with a relay, and
+    ``domino-dflow`` with both. UserError, in one line, for anything that is not supported, not whole, or does not pair
+    with the target.
     """
     path = checked_folder(folder)
     draft = _layout(read_config(path / CONFIG))
@@ -74,19 +77,26 @@ def read_drafter(folder: Path | str, target: TargetSpec, name: str | None = None
     weights = open_weights(path)
     _reject_borrowed(weights, path)
     relay = _relay(draft.top, set(weights.names()), draft.stack)
+    head = _head(draft, set(weights.names()), relay)
     dtype = checkpoint_dtype(weights, "fc.weight", path)
-    spec = _spec(draft, target, relay, _name(name, relay), architecture, dtype)
+    spec = _spec(draft, target, relay, head, _name(name, relay, head), architecture, dtype)
     check_tensors(weights, drafter_tensors(spec), path)
     return DrafterCheckpoint(path, spec, weights, fingerprint(weights, (path / CONFIG,)))
 
 
 def _spec(
-    draft: _Draft, target: TargetSpec, relay: RelaySpec | None, name: str, architecture: str, dtype: DType
+    draft: _Draft,
+    target: TargetSpec,
+    relay: RelaySpec | None,
+    head: DominoSpec | None,
+    name: str,
+    architecture: str,
+    dtype: DType,
 ) -> DrafterSpec:
     return DrafterSpec(
         name=name,
         stack=_paired_stack(draft, target),
-        block_size=draft.keys.integer("block_size", low=2),
+        block_size=_block_size(draft.keys),
         mask_token_id=_mask_id(draft.keys, target),
         target_layer_ids=_taps(draft, target),
         target_hidden_size=target.stack.hidden_size,
@@ -96,6 +106,7 @@ def _spec(
         output_multiplier=_scale(draft.keys, "output_multiplier"),
         final_logit_softcapping=_softcap(draft.keys),
         relay=relay,
+        head=head,
         checkpoint_dtype=dtype,
         architecture=architecture,
         licence=licence(draft.top.where.parent),
@@ -121,13 +132,18 @@ def _reject_other_drafters(draft: _Draft) -> None:
     """Refuse, by key, relatives of DFlash whose heads or masks are others."""
     for config in (draft.top, draft.stack):
         reject_unsupported(config)
-    draft.keys.one_of("projector_type", ("dflash",), default="dflash")
+    draft.keys.one_of("projector_type", ("dflash",) if draft.nested else ("dflash", DOMINO), default="dflash")
     for key in _OTHER_MODELS:
         if draft.keys.get(key) is not None:
             raise draft.keys.error(key, "absent", "DFlash 2 drafters are not supported")
-    for key in ("sample_from_anchor", "shift_label"):
+    shifts = ("sample_from_anchor",) if _is_domino(draft) else ("sample_from_anchor", "shift_label")
+    for key in shifts:
         if draft.keys.boolean(key, False):
             raise draft.keys.error(key, "false or absent", "slot j must predict its own position")
+
+
+def _is_domino(draft: _Draft) -> bool:
+    return bool(draft.keys.get("projector_type") == DOMINO)
 
 
 def _reject_borrowed(weights: Weights, where: Path) -> None:
@@ -144,15 +160,22 @@ def _reject_borrowed(weights: Weights, where: Path) -> None:
 def _relay(top: Config, names: set[str], stack: Config) -> RelaySpec | None:
     """The relay: all of its tensors and ``dflow_config.relay_start``, or neither."""
     section = top.section("dflow_config") or Config({}, top.where, "dflow_config.")
-    start, have = section.get("relay_start"), [name for name in RELAY_NAMES if name in names]
-    if start is None and not have:
+    start = section.get("relay_start")
+    if not _is_whole("relay", RELAY_NAMES, names, "relay_start", start, top.where.parent):
         return None
-    lacking = [name for name in RELAY_NAMES if name not in names]
-    if lacking:
-        found = f"missing, while {have[0]} is there" if have else f"missing, while relay_start is {show(start)}"
-        todo = "complete the relay, or remove it with its config key"
-        raise refuse(top.where.parent, lacking[0], found, "all relay tensors with relay_start, or none", todo)
     return RelaySpec(_relay_start(section), stack.number("rms_norm_eps", above=0))
+
+
+def _is_whole(what: str, expected: Sequence[str], names: set[str], key: str, value: Any, where: Path) -> bool:
+    """Whether a part of a drafter is there; UserError where its config key or a tensor is, but not every tensor."""
+    have, lacking = [name for name in expected if name in names], [name for name in expected if name not in names]
+    if value is None and not have:
+        return False
+    if lacking:
+        found = f"missing, while {have[0]} is there" if have else f"missing, while {key} is {show(value)}"
+        todo = f"complete the {what}, or remove it with its config key"
+        raise refuse(where, lacking[0], found, f"all {what} tensors with {key}, or none", todo)
+    return True
 
 
 def _relay_start(section: Config) -> Any:
@@ -162,10 +185,42 @@ def _relay_start(section: Config) -> Any:
     return section.one_of("relay_start", RELAY_STARTS)
 
 
-def _name(name: str | None, relay: RelaySpec | None) -> str:
+def _head(draft: _Draft, names: set[str], relay: RelaySpec | None) -> DominoSpec | None:
+    """Domino's head: all of its tensors and ``projector_type``, or neither. No prefix key means 0, as in SpecForge."""
+    keys, kind = draft.keys, DOMINO if _is_domino(draft) else None
+    if not _is_whole("Domino head", DOMINO_NAMES, names, "projector_type", kind, draft.top.where.parent):
+        return None
+    if kind is None:
+        raise keys.error("projector_type", f"{DOMINO!r}, as {DOMINO_NAMES[0]} is there", "write how it was trained")
+    _reject_undefined(keys, relay)
+    shifted = keys.boolean("shift_label", False)
+    num_drafts = _block_size(keys) - (not shifted)
+    return DominoSpec(
+        prefix_length=keys.optional_integer("pure_draft_prefix_len", low=0, high=num_drafts) or 0,
+        state_size=keys.integer("gru_hidden_dim"),
+        rank=keys.integer("emb_dim"),
+        shifted=shifted,
+    )
+
+
+def _reject_undefined(keys: Config, relay: RelaySpec | None) -> None:
+    """Refuse what no Domino drafter was trained with, and what would therefore have to be guessed."""
+    if relay and keys.boolean("shift_label", False):
+        why = "which of the shifted slots receives a state is not defined"
+        raise keys.error("shift_label", "false or absent with a relay", why)
+    for key in ("input_embedding_scale", "output_multiplier"):
+        if _scale(keys, key) != 1.0:
+            raise keys.error(key, "1 or absent with a Domino head", "what it would scale there is not defined")
+    if _softcap(keys) is not None:
+        why = "whether the cap comes before or after the head is not defined"
+        raise keys.error("final_logit_softcapping", "0 or absent with a Domino head", why)
+
+
+def _name(name: str | None, relay: RelaySpec | None, head: DominoSpec | None) -> str:
     """The drafter's name among the request strategies."""
     if name is None:
-        return "dflow" if relay else "dflash"
+        parts = [part for part, there in ((DOMINO, head), ("dflow", relay)) if there]
+        return "-".join(parts) or "dflash"
     if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name) or name in RESERVED or name.endswith(NO_RELAY_SUFFIX):
         allowed = f"[a-z0-9][a-z0-9_-]*, except {', '.join(RESERVED)} and names ending in {NO_RELAY_SUFFIX}"
         raise UserError(f"drafter name is {name!r}; allowed: {allowed}; choose another name")
@@ -228,6 +283,11 @@ def _taps(draft: _Draft, target: TargetSpec) -> tuple[int, ...]:
         todo = f"the target has {target.stack.num_layers} layers, and its last is not supported as a tap"
         raise draft.keys.error(key, f"ids from {first} to {last}, each once", todo)
     return tuple(layer - first for layer in ids)
+
+
+def _block_size(keys: Config) -> int:
+    """B: the anchor and at least one mask slot."""
+    return keys.integer("block_size", low=2)
 
 
 def _scale(keys: Config, key: str) -> float:

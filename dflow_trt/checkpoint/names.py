@@ -6,13 +6,14 @@ from pathlib import Path
 
 from dflow_trt.checkpoint.reader import refuse
 from dflow_trt.checkpoint.weights import Weights
-from dflow_trt.spec import DrafterSpec, StackSpec, TargetSpec
+from dflow_trt.spec import DominoSpec, DrafterSpec, StackSpec, TargetSpec
 
 Shapes = dict[str, tuple[int, ...]]
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 RELAY_NAMES = tuple(f"relay_{part}.{kind}" for part in ("norm", "mlp.0", "mlp.2") for kind in ("weight", "bias"))
+DOMINO_NAMES = ("prefix_gru.weight_ih_l0", "prefix_gru.weight_hh_l0", "embed_proj.0.weight", "embed_proj.2.weight")
 
 
 def target_tensors(spec: TargetSpec) -> Shapes:
@@ -23,11 +24,12 @@ def target_tensors(spec: TargetSpec) -> Shapes:
 
 
 def drafter_tensors(spec: DrafterSpec) -> Shapes:
-    """Name -> shape of a drafter's tensors, z-lab's names, with the relay's where the spec has one."""
+    """Name -> shape of a drafter's tensors, z-lab's names, with those of a relay and a head where the spec has them."""
     hidden = spec.stack.hidden_size
     width = len(spec.target_layer_ids) * spec.target_hidden_size
     relay = relay_tensors(hidden) if spec.relay else {}
-    return {"fc.weight": (hidden, width), "hidden_norm.weight": (hidden,)} | _stack(spec.stack, "") | relay
+    head = domino_tensors(spec.head, hidden, spec.vocab_size) if spec.head else {}
+    return {"fc.weight": (hidden, width), "hidden_norm.weight": (hidden,)} | _stack(spec.stack, "") | relay | head
 
 
 def relay_tensors(hidden: int) -> Shapes:
@@ -41,6 +43,13 @@ def relay_tensors(hidden: int) -> Shapes:
         (2 * hidden,),
     )
     return dict(zip(RELAY_NAMES, shapes, strict=True))
+
+
+def domino_tensors(head: DominoSpec, hidden: int, vocab: int) -> Shapes:
+    """Name -> shape of Domino's head: a GRU (gates r, z, n; no biases), and the two layers from [z ; s] to logits."""
+    gates, state = 3 * head.state_size, head.state_size
+    shapes = ((gates, hidden), (gates, state), (head.rank, hidden + state), (vocab, head.rank))
+    return dict(zip(DOMINO_NAMES, shapes, strict=True))
 
 
 def check_tensors(weights: Weights, expected: Shapes, where: Path) -> None:

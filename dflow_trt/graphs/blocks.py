@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
@@ -19,31 +20,73 @@ from dflow_trt.rope import rope_tables
 from dflow_trt.spec import StackSpec
 
 U8_ZERO = np.array(128, np.uint8)
+INLINE_CHANNELS = 1 << 15  # longer scales, those of a vocabulary, lie in the data file
 MASKED_SCORE = -1e30  # finite: a row of -inf would make NaN of garbage rows
 
 
 def linear(g: GraphBuilder, name: str, x: ir.Value, weights: Sequence[str], bias: Sequence[str] = ()) -> ir.Value:
     """x [.., in] times the stacked weights [sum of out, in] of the checkpoint, plus their stacked biases."""
-    y = _row_int8(g, name, x, weights) if g.lowering.weights == "int8" else _matmul(g, name, x, weights)
+    y = times(g, name, x, stored_matrix(g, name, weights))
     if not bias:
         return y
     values = np.concatenate([g.source.read(part) for part in bias])
     return g.op(f"{name}.biased", "Add", y, g.stored(f"{name}.bias", values))
 
 
-def _matmul(g: GraphBuilder, name: str, x: ir.Value, weights: Sequence[str]) -> ir.Value:
-    array = store.transposed(g.source, weights, NUMPY[g.lowering.dtype])
-    return g.op(name, "MatMul", x, g.weight(g.store.add(f"{name}.weight", array)))
+@dataclass(frozen=True)
+class Matrix:
+    """Linear weights as an engine has them: values [in,out], and where they are 8 bits wide a float scale [out].
+
+    zero: what values of uint8 count from; None where they are int8.
+    """
+
+    values: ir.Value
+    scale: ir.Value | None = None
+    zero: ir.Value | None = None
 
 
-def _row_int8(g: GraphBuilder, name: str, x: ir.Value, weights: Sequence[str]) -> ir.Value:
-    """Per-token uint8 activations, per-channel int8 weights: integer sums are exact, so a row's result does not
-    depend on the other rows of the call."""
-    array, scale = store.quantised(g.source, weights)
+def stored_matrix(
+    g: GraphBuilder,
+    name: str,
+    weights: Sequence[str],
+    columns: slice = slice(None),
+    padded: int | None = None,
+    shared: bool = False,
+) -> Matrix:
+    """Stacked checkpoint weights, written once: ``columns`` of their inputs, with zero channels up to ``padded``.
+
+    shared: more than one product uses them. ONNX Runtime cannot make int8 weights of two products exact on a CPU
+    without VNNI; as uint8 they are exact everywhere, on faster CPUs at a price that a product of few rows does not pay.
+    """
+    if g.lowering.weights == "float":
+        array = store.transposed(g.source, weights, NUMPY[g.lowering.dtype], columns, padded)
+        return Matrix(g.weight(g.store.add(f"{name}.weight", array)))
+    array, scale = store.quantised(g.source, weights, columns, padded)
+    if shared:
+        array = np.bitwise_xor(array.view(np.uint8), U8_ZERO, out=array.view(np.uint8))  # q + 128
+    values = g.weight(g.store.add(f"{name}.weight", array))
+    return Matrix(values, _channel_scale(g, f"{name}.weight_scale", scale), _zero_point(g) if shared else None)
+
+
+def _channel_scale(g: GraphBuilder, name: str, scale: np.ndarray) -> ir.Value:
+    return g.constant(name, scale) if len(scale) < INLINE_CHANNELS else g.stored(name, scale, "float32")
+
+
+def _zero_point(g: GraphBuilder) -> ir.Value:
+    return g.constant("uint8.zero_point", U8_ZERO)
+
+
+def times(g: GraphBuilder, name: str, x: ir.Value, matrix: Matrix) -> ir.Value:
+    """x [.., in] -> [.., out].
+
+    int8: per-token uint8 activations, per-channel weights. Integer sums are exact, so a row's result does not depend on
+    the other rows of the call.
+    """
+    if matrix.scale is None:
+        return g.op(name, "MatMul", x, matrix.values)
     levels, step = quantise_rows(g, name, x)
-    weight = g.weight(g.store.add(f"{name}.weight", array))
-    channels = g.constant(f"{name}.weight_scale", scale)
-    return g.op(name, "Mul", int8_matmul(g, f"{name}.unscaled", levels, weight, channels), step)
+    unscaled = int8_matmul(g, f"{name}.unscaled", levels, matrix.values, matrix.scale, zero=matrix.zero)
+    return g.op(name, "Mul", unscaled, step)
 
 
 def quantise_rows(g: GraphBuilder, name: str, x: ir.Value) -> tuple[ir.Value, ir.Value]:
@@ -57,11 +100,16 @@ def quantise_rows(g: GraphBuilder, name: str, x: ir.Value) -> tuple[ir.Value, ir
 
 
 def int8_matmul(
-    g: GraphBuilder, name: str, levels: ir.Value, weight: ir.Value, scale: ir.Value, bias: ir.Value | None = None
+    g: GraphBuilder,
+    name: str,
+    levels: ir.Value,
+    weight: ir.Value,
+    scale: ir.Value,
+    bias: ir.Value | None = None,
+    zero: ir.Value | None = None,
 ) -> ir.Value:
-    """(levels - 128) @ weight, times the channel scale; the row step is left to the caller."""
-    one, zero = g.scalar("one", 1.0), g.constant("uint8.zero_point", U8_ZERO)
-    inputs = (levels, weight, one, scale, zero, None, bias)
+    """(levels - 128) @ (weight - zero), times the channel scale; the row step is left to the caller."""
+    inputs = (levels, weight, g.scalar("one", 1.0), scale, _zero_point(g), zero, bias)
     return g.op(name, "MatMulIntegerToFloat", *inputs, domain=CONTRIB)
 
 
@@ -227,8 +275,12 @@ def swiglu(g: GraphBuilder, name: str, source: str, x: ir.Value) -> ir.Value:
     fused = [f"{source}.mlp.gate_proj.weight", f"{source}.mlp.up_proj.weight"]
     size = g.source.shape(fused[0])[0]
     gate, up = g.split(name, linear(g, f"{name}.gate_up_proj", x, fused), (size, size), ("gate", "up"))
-    silu = g.op(f"{name}.silu", "Mul", gate, g.op(f"{name}.sigmoid", "Sigmoid", gate))
-    return linear(g, f"{name}.down_proj", g.op(f"{name}.gated", "Mul", silu, up), [f"{source}.mlp.down_proj.weight"])
+    gated = g.op(f"{name}.gated", "Mul", silu(g, name, gate), up)
+    return linear(g, f"{name}.down_proj", gated, [f"{source}.mlp.down_proj.weight"])
+
+
+def silu(g: GraphBuilder, name: str, x: ir.Value) -> ir.Value:
+    return g.op(f"{name}.silu", "Mul", x, g.op(f"{name}.sigmoid", "Sigmoid", x))
 
 
 @dataclass(frozen=True)
@@ -251,7 +303,7 @@ class Vocabulary:
 
     def scores(self, g: GraphBuilder, x: ir.Value) -> Scores:
         """Final-normed rows [M,E] -> one score a row and vocabulary column."""
-        bias = None if self.dead is None else g.stored("head.dead", self.dead)
+        bias = None if self.dead is None else g.stored("head.dead", np.maximum(self.dead, _lowest(g)))
         if g.lowering.weights == "float":
             assert self.head is not None
             return Scores(g.op("head", "Gemm", x, g.weight(self.head), bias, transB=1), None)
@@ -272,17 +324,22 @@ class Scores:
         return self.values if self.step is None else g.op("head.logits", "Mul", self.values, self.step)
 
 
+def _lowest(g: GraphBuilder) -> np.float32:
+    """A number that stays finite in the engine's dtype, even below any logit: float16 ends at -65504."""
+    return np.float32(ml_dtypes.finfo(NUMPY[g.lowering.dtype]).min) / 2  # type: ignore[no-untyped-call]
+
+
 def dead_columns(live: int, columns: int) -> np.ndarray | None:
     """The logit bias [V] that keeps ids without a token from ever being chosen; None where every column is a token."""
     return None if live == columns else np.where(np.arange(columns) < live, 0, DEAD_LOGIT).astype(np.float32)
 
 
-def argmax(g: GraphBuilder, scores: ir.Value) -> ir.Value:
+def argmax(g: GraphBuilder, name: str, scores: ir.Value) -> ir.Value:
     """Lowest id of the largest score: [M,V] -> [M]. Blocked: ONNX Runtime's ArgMax over a vocabulary is slow."""
-    blocks = g.op("argmax.blocks", "Reshape", scores, g.ints(0, -1, VOCAB_BLOCK))
-    peaks = g.op("argmax.peaks", "ReduceMax", blocks, g.ints(-1), keepdims=0)
-    block = g.op("argmax.block", "ArgMax", peaks, axis=-1, keepdims=1)
-    best = g.op("argmax.best_block", "GatherND", blocks, block, batch_dims=1)
-    inside = g.op("argmax.inside", "ArgMax", best, axis=-1, keepdims=0)
-    first = g.op("argmax.first", "Mul", g.op("argmax.flat", "Squeeze", block, g.ints(-1)), g.ints(VOCAB_BLOCK))
-    return g.op("argmax", "Add", first, inside)
+    blocks = g.op(f"{name}.blocks", "Reshape", scores, g.ints(0, -1, VOCAB_BLOCK))
+    peaks = g.op(f"{name}.peaks", "ReduceMax", blocks, g.ints(-1), keepdims=0)
+    block = g.op(f"{name}.block", "ArgMax", peaks, axis=-1, keepdims=1)
+    best = g.op(f"{name}.best_block", "GatherND", blocks, block, batch_dims=1)
+    inside = g.op(f"{name}.inside", "ArgMax", best, axis=-1, keepdims=0)
+    first = g.op(f"{name}.first", "Mul", g.op(f"{name}.flat", "Squeeze", block, g.ints(-1)), g.ints(VOCAB_BLOCK))
+    return g.op(name, "Add", first, inside)

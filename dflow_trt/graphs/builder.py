@@ -77,14 +77,20 @@ class GraphBuilder:
         """An input that the contract declares."""
         return self._inputs[spec.name]
 
-    def output(self, spec: TensorSpec, value: ir.Value) -> None:
-        """Name ``value`` as an output that the contract declares."""
+    def output(self, spec: TensorSpec, value: ir.Value, dtype: DType | None = None) -> None:
+        """Name ``value`` as an output that the contract declares; ``dtype`` where it has another than this engine's."""
+        kind = self._kind(spec.kind) if dtype is None else ir.DataType.from_numpy(NUMPY[dtype])
         value.name = spec.name
-        value.type, value.shape = ir.TensorType(self._kind(spec.kind)), ir.Shape(self.contract.shape(spec))
+        value.type, value.shape = ir.TensorType(kind), ir.Shape(self.contract.shape(spec))
         self._outputs[spec.name] = value
 
     def op(self, name: str, kind: str, *inputs: ir.Value | None, domain: str = "", **attributes: Any) -> ir.Value:
-        """One node with one output, both called ``name``."""
+        """One node with one output, both called ``name``. Inputs that are None at the end are left out.
+
+        TensorRT refuses a node with an empty name in their place.
+        """
+        while inputs and inputs[-1] is None:
+            inputs = inputs[:-1]
         attributes = {key: value for key, value in attributes.items() if value is not None}
         value = self._tape.op(kind, inputs, attributes, domain=domain, name=name)
         value.name = name

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from dflow_trt import contract as c
 from dflow_trt.graphs import store
-from dflow_trt.graphs.blocks import Vocabulary
+from dflow_trt.graphs.blocks import Vocabulary, silu
 from dflow_trt.graphs.builder import NUMPY, GraphBuilder, Lowering
 from dflow_trt.graphs.functions import relay_inject
 from dflow_trt.spec import DrafterSpec, DType
@@ -26,7 +26,7 @@ def build_relay(g: GraphBuilder, drafter: DrafterSpec, vocabulary: Vocabulary, b
         block = _inject(g, drafter, embed, block, drafter.relay.norm_eps)
     if block_dtype != "float32":
         block = g.cast("block_embeds.cast", block, block_dtype)
-    g.output(c.BLOCK_EMBEDS, block)
+    g.output(c.BLOCK_EMBEDS, block, block_dtype)
 
 
 class _Embedding:
@@ -66,8 +66,7 @@ def _mlp(g: GraphBuilder, size: int, h: ir.Value, pair: ir.Value) -> ir.Value:
     per_request = _columns(g, "relay.mlp.pair", pair, slice(0, 2 * size))
     per_request = g.op("relay.mlp.pair.biased", "Add", per_request, g.vector("relay_mlp.0.bias"))
     per_slot = _columns(g, "relay.mlp.h", h, slice(2 * size, 3 * size))
-    x = g.op("relay.mlp.in", "Add", per_slot, per_request)
-    x = g.op("relay.mlp.silu", "Mul", x, g.op("relay.mlp.sigmoid", "Sigmoid", x))
+    x = silu(g, "relay.mlp", g.op("relay.mlp.in", "Add", per_slot, per_request))
     out = store.transposed(g.source, ["relay_mlp.2.weight"], NUMPY["float32"])
     y = g.op("relay.mlp.out", "MatMul", x, g.weight(g.store.add("relay_mlp.2.weight", out)))
     return g.op("beta_gamma", "Add", y, g.vector("relay_mlp.2.bias"))

@@ -31,13 +31,19 @@ def row_chunks(weights: Weights, name: str) -> Iterator[tuple[int, Array]]:
         yield start, weights.read(name, slice(start, min(rows, start + step)))
 
 
-def transposed(weights: Weights, names: Sequence[str], dtype: np.dtype[Any], columns: slice = slice(None)) -> Array:
+def transposed(
+    weights: Weights,
+    names: Sequence[str],
+    dtype: np.dtype[Any],
+    columns: slice = slice(None),
+    padded: int | None = None,
+) -> Array:
     """Linear weights [out_i, in], stacked over ``names`` and transposed: [in, sum of out_i].
 
-    ``columns`` picks a range of the input features.
+    ``columns`` picks a range of the input features; ``padded`` appends zero channels up to that many.
     """
-    width = len(range(*columns.indices(weights.shape(names[0])[1])))
-    out = np.empty((width, sum(weights.shape(name)[0] for name in names)), dtype)
+    total = sum(weights.shape(name)[0] for name in names)
+    out = np.zeros((_width(weights, names, columns), padded or total), dtype)
     offset = 0
     for name in names:
         for start, rows in row_chunks(weights, name):
@@ -46,18 +52,24 @@ def transposed(weights: Weights, names: Sequence[str], dtype: np.dtype[Any], col
     return out
 
 
-def quantised(weights: Weights, names: Sequence[str], padded: int | None = None) -> tuple[Array, Array]:
+def _width(weights: Weights, names: Sequence[str], columns: slice) -> int:
+    return len(range(*columns.indices(weights.shape(names[0])[1])))
+
+
+def quantised(
+    weights: Weights, names: Sequence[str], columns: slice = slice(None), padded: int | None = None
+) -> tuple[Array, Array]:
     """Per-output-channel int8 of stacked linear weights: (int8 [in, out], float32 scale [out]).
 
-    weight ~ q * scale with scale = max |row| / 127. ``padded`` appends zero channels up to that many.
+    weight ~ q * scale with scale = max |row| / 127. ``columns`` and ``padded`` as in :func:`transposed`.
     """
     total = sum(weights.shape(name)[0] for name in names)
-    out = np.zeros((weights.shape(names[0])[1], padded or total), np.int8)
+    out = np.zeros((_width(weights, names, columns), padded or total), np.int8)
     scale = np.ones(padded or total, np.float32)
     offset = 0
     for name in names:
         for start, rows in row_chunks(weights, name):
-            values = rows.astype(np.float32)
+            values = rows[:, columns].astype(np.float32)
             peak = np.maximum(values.max(axis=1), -values.min(axis=1))
             channels = slice(offset + start, offset + start + len(rows))
             scale[channels] = np.where(peak > 0, peak, np.float32(1)) / np.float32(127)

@@ -38,7 +38,7 @@ def _predict(g: GraphBuilder, target: TargetSpec, vocabulary: Vocabulary, x: ir.
     flat = g.op("head.flat", "Reshape", normed, g.ints(-1, target.stack.hidden_size))
     scores = vocabulary.scores(g, flat)
     shape = g.op("head.shape", "Shape", rows)
-    g.output(c.NEXT_IDS, g.op("next_ids", "Reshape", argmax(g, scores.values), shape))
+    g.output(c.NEXT_IDS, g.op("next_ids", "Reshape", argmax(g, "argmax", scores.values), shape))
     width = g.ints(g.contract.static["V"])
     shape = g.op("logits.shape", "Concat", shape, width, axis=0)
     g.output(c.LOGITS, g.op("logits", "Reshape", scores.logits(g), shape))

@@ -1,6 +1,6 @@
 """Drafting: the block that a drafter completes (DFlash, arXiv 2602.06036).
 
-Shape suffixes: B requests, J block slots (slot 0 is the anchor), K = J - 1 drafts.
+Shape suffixes: B requests, J block slots (slot 0 is the anchor).
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Independent references: transformers' Qwen3, the ``dflash`` package's drafter, and the relay in float64 numpy."""
+"""Independent references: transformers' Qwen3, the ``dflash`` package's drafter, torch's GRU and linear layers for
+Domino's head, and the relay in float64 numpy."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -54,8 +56,11 @@ class DrafterOracle:
     def cache(self) -> Any:
         return self.dflash._make_cache(self.model.config)
 
-    def draft(self, cache: Any, features: Array, anchor: int, position: int) -> Array:
-        """Logits [K,V] of the block at ``position``; ``features`` are the context rows since the last draft."""
+    def draft(self, cache: Any, features: Array, anchor: int, position: int, drafts: Sequence[int]) -> Array:
+        """Logits [K,V] of the block at ``position``; ``features`` are the context rows since the last draft.
+
+        drafts: what was drafted, for a head that reads it.
+        """
         import torch
 
         model, value = self.model, self.dflash._draft_value
@@ -72,7 +77,46 @@ class DrafterOracle:
                 use_cache=True,
             )
             self.dflash._crop_to(cache, position)
-            return model.compute_logits(hidden[:, 1:], self.dflash._output_head(self.target))[0].numpy()
+            return self.logits(hidden[0], anchor, drafts).numpy()
+
+    def logits(self, hidden: Any, anchor: int, drafts: Sequence[int]) -> Any:
+        """Final-normed slots [J,E] -> logits [K,V]."""
+        return self.base(hidden[1:])
+
+    def base(self, hidden: Any) -> Any:
+        """The target's head over final-normed slots."""
+        return self.model.compute_logits(hidden[None], self.dflash._output_head(self.target))[0]
+
+
+class DominoOracle(DrafterOracle):
+    """The same with Domino's head: torch's own GRU over whole prefixes, and linear layers of the tensors' sizes."""
+
+    def __init__(self, folder: Path, target: TargetOracle, tap_offset: int = 1) -> None:
+        super().__init__(folder, target, tap_offset)
+        from torch import nn
+
+        keys = json.loads((folder / "config.json").read_text())["dflash_config"]
+        self.first, self.prefix = 0 if keys["shift_label"] else 1, keys["pure_draft_prefix_len"]
+        hidden, vocab = self.model.config.hidden_size, self.model.config.vocab_size
+        state, rank = keys["gru_hidden_dim"], keys["emb_dim"]
+        self.head = nn.Module()
+        self.head.prefix_gru = nn.GRU(hidden, state, bias=False, batch_first=True)
+        layers = nn.Linear(hidden + state, rank, bias=False), nn.SiLU(), nn.Linear(rank, vocab, bias=False)
+        self.head.embed_proj = nn.Sequential(*layers)
+        missing, _ = self.head.load_state_dict(_torch(folder), strict=False)
+        assert not missing
+
+    def logits(self, hidden: Any, anchor: int, drafts: Sequence[int]) -> Any:
+        """Base logits, corrected behind the prefix by what the GRU has read: the anchor and the drafts before."""
+        import torch
+
+        z, rows = hidden[self.first :], []
+        for i, base in enumerate(self.base(z)):
+            read = self.target.get_input_embeddings()(torch.tensor([[anchor, *drafts[:i]]]))
+            state = self.head.prefix_gru(read)[0][0, -1]
+            corrected = base + self.head.embed_proj(torch.cat([z[i], state]))
+            rows.append(corrected if i >= self.prefix else base)
+        return torch.stack(rows)
 
 
 class RelayOracle:
@@ -93,6 +137,12 @@ class RelayOracle:
         centred = state - state.mean()
         normed = centred / np.sqrt((centred**2).mean() + self.eps)
         return self.table[token] + beta * (normed * w["relay_norm.weight"] + w["relay_norm.bias"]) + gamma
+
+
+def _torch(folder: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return {name: value.float() for name, value in load_file(folder / "model.safetensors").items()}
 
 
 def _load(folder: Path) -> dict[str, Array]:

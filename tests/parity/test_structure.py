@@ -22,6 +22,9 @@ ENGINES = (
     "plain.context",
     "plain.relay",
     "plain.drafter",
+    "turn.context",
+    "turn.relay",
+    "turn.drafter",
 )
 FORMS = ("float", "int8")
 
@@ -32,6 +35,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
     drafters: dict[str, dict[str, Any]] = {
         "flow": {"relay": True, "taps": (1, 0), **window},
         "plain": {"taps": (2,), "final_logit_softcapping": 5.0},
+        "turn": {"taps": (2,), "domino": {"shift_label": True, "pure_draft_prefix_len": 1}, "block_size": 16},
     }
     target = {"num_hidden_layers": 4, "vocab_size": 300, "attention_bias": True}
     drafters = {name: {**keys, "attention_bias": True} for name, keys in drafters.items()}

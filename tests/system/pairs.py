@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from dflow_trt.runtime.ort import OrtRuntime
 VOCAB = 24  # small, so that random drafts are right often enough to be accepted
 PEERS: dict[str, Any] = {"num_key_value_heads": 4}
 WINDOW: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}
+FLASH: Config = {"block_size": 5, "taps": (1, 0), "seed": 3}
+FLOW: Config = {"block_size": 8, "relay": True}
 
 
 @dataclass(frozen=True)
@@ -35,18 +37,24 @@ class Pair:
 
 @dataclass(frozen=True)
 class Variant:
-    """How one tiny pair differs from the plain one."""
+    """How one tiny pair differs from the plain one; drafters by name, as ``make_drafter`` takes them."""
 
     target: Mapping[str, Any]
     weights: str = "float"
-    relay_start: str = "after_rejection"
+    drafters: Mapping[str, Config] = field(default_factory=lambda: {"dflash": FLASH, "dflow": FLOW})
 
 
+DOMINO: dict[str, Config] = {
+    "domino": {**FLASH, "domino": {}},
+    "shifted": {"block_size": 7, "seed": 4, "domino": {"shift_label": True, "pure_draft_prefix_len": 1}},
+    "domino-dflow": {**FLOW, "domino": {"pure_draft_prefix_len": 2}},
+}
 VARIANTS = {
     "plain": Variant({}),
-    "heads are kv heads": Variant(PEERS, relay_start="at_rejection"),
+    "heads are kv heads": Variant(PEERS, drafters={"dflash": FLASH, "dflow": {**FLOW, "relay_start": "at_rejection"}}),
     "sliding window": Variant(WINDOW),
     "int8 target": Variant({}, weights="int8"),
+    "domino": Variant({}, drafters=DOMINO),
 }
 
 
@@ -54,9 +62,9 @@ def build_tiny(folder: Path, variant: Variant) -> Pair:
     config = make_target(folder / "target", vocab_size=VOCAB, eos=[1], **variant.target)
     draft: Config = {**config, "use_sliding_window": False, "sliding_window": None}
     draft.pop("layer_types", None)
-    make_drafter(folder / "dflash", draft, block_size=5, taps=(1, 0), seed=3)
-    make_drafter(folder / "dflow", draft, relay=True, relay_start=variant.relay_start, block_size=8)
-    sources = [DrafterSource(folder / "dflash"), DrafterSource(folder / "dflow")]
+    for name, keys in variant.drafters.items():
+        make_drafter(folder / name, draft, **keys)
+    sources = [DrafterSource(folder / name, name) for name in variant.drafters]
     options = BuildOptions(
         max_batch_size=8,
         max_input_len=120,

@@ -125,7 +125,7 @@ def test_tiny_every_strategy_and_batch_mix_equals_plain_decoding(tiny_pair: GetP
     totals = check_lossless(pair, random_prompts(50), params)
     for strategy in pair.strategies:
         assert bool(totals[f"{strategy} accepted"]) == (strategy != "ar"), "drafts are accepted now and then"
-        assert bool(totals[f"{strategy} relayed"]) == (strategy == "dflow")
+        assert bool(totals[f"{strategy} relayed"]) == strategy.endswith("dflow")
 
 
 def test_example_every_strategy_and_batch_mix_equals_plain_decoding(
@@ -139,7 +139,7 @@ def test_example_every_strategy_and_batch_mix_equals_plain_decoding(
             assert totals[f"{strategy} accepted"] > 0.1 * totals[f"{strategy} rounds"], "drafts are accepted"
 
 
-@pytest.mark.parametrize("variant", ["plain", "heads are kv heads"])
+@pytest.mark.parametrize("variant", ["plain", "heads are kv heads", "domino"])
 def test_drafts_do_not_depend_on_batch_mates_or_schedule(tiny_pair: GetPair, variant: str) -> None:
     """Accepted, drafted and relayed counts of a request are those of the same request alone."""
     pair = tiny_pair(variant)

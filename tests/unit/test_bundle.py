@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -9,23 +10,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake import drafter_spec, make_bundle
 from tiny import make_drafter, make_target
 
 from dflow_trt.build import BuildOptions, DrafterSource, build_bundle
 from dflow_trt.bundle import Bundle, open_bundle
 from dflow_trt.errors import UserError
 from dflow_trt.memory import plan_memory, show_bytes
+from dflow_trt.spec import DominoSpec
 
 Data = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders: bundle, and one of another target, of other limits, and of other drafters beside it."""
+    """Folders: bundle, one of another target, of other limits, of other drafters beside it, and of Domino's: causal."""
     folder = tmp_path_factory.mktemp("bundles")
     config = make_target(folder / "target", tokenizer=250, num_hidden_layers=4)
     make_drafter(folder / "flow", config, relay=True)
     make_drafter(folder / "flash", config, seed=2, taps=(2, 0))
+    make_drafter(folder / "turn", config, domino={"shift_label": True})
     make_target(folder / "stranger", seed=7, tokenizer=250, num_hidden_layers=4)
 
     def make(name: str, target: str, drafters: tuple[str, ...], **options: Any) -> None:
@@ -37,6 +41,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make("shorter", "target", ("flow", "flash"), max_seq_len=256)
     make("fewer", "target", ("flow",))
     make("bare", "target", ())
+    make("causal", "target", ("turn",))
     return folder
 
 
@@ -68,7 +73,7 @@ def test_a_bundle_opens_as_it_was_built(made: Path) -> None:
     assert bundle.default_strategy == "dflow"
     assert bundle.taps == (0, 1, 2)
     assert bundle.drafters["dflash"].spec.target_layer_ids == (2, 0)
-    assert bundle.block_size == 8
+    assert bundle.verify_rows == 8
     assert bundle.tokenizer_path == made / "bundle" / "tokenizer"
     listed = {made / "bundle" / name for name in [*bundle.files, "dflow.json"]}
     assert listed == {path for path in (made / "bundle").rglob("*") if path.is_file()}
@@ -86,6 +91,22 @@ def test_a_bundle_without_drafters_offers_plain_decoding_alone(made: Path) -> No
     assert bundle.taps == ()
 
 
+def test_the_default_strategy_is_the_drafter_that_has_most() -> None:
+    plain, head = drafter_spec("plain", 8, None), drafter_spec("head", 8, None, shifted=True)
+    relay = drafter_spec("relay", 8, "at_rejection")
+    both = dataclasses.replace(relay, name="both", head=DominoSpec(0, 4, 4, False))
+    assert make_bundle([plain, head]).default_strategy == "head"
+    assert make_bundle([plain, head, relay]).default_strategy == "relay"
+    assert make_bundle([plain, head, relay, both]).default_strategy == "both"
+
+
+def test_a_head_that_shifts_makes_room_for_one_more_row() -> None:
+    plain, shifted = (make_bundle([drafter_spec("x", 8, None, shifted)], max_seq_len=120) for shifted in (False, True))
+    assert (plain.verify_rows, shifted.verify_rows) == (8, 9)
+    outputs = [plan_memory(bundle, 2).outputs for bundle in (plain, shifted)]
+    assert outputs[1] - outputs[0] == 2 * 128 * 4  # a row of logits a slot
+
+
 def test_an_unknown_strategy_is_refused_with_those_offered(made: Path) -> None:
     with pytest.raises(UserError, match=r"'dflow-2'; it offers ar, dflow, dflow-norelay, dflash$"):
         open_bundle(made / "bundle", verify=False).strategy("dflow-2")
@@ -99,7 +120,8 @@ def test_memory_plan_counts_weights_and_caches(made: Path) -> None:
     assert plan.weights == data
     assert plan.target_cache == 2 * 4 * 2 * 2 * rows * 32 * 4  # k,v x layers x slots x kv heads x rows x size x bytes
     assert plan.drafter_cache == 2 * (2 * 2 * 2 * 2 * rows * 32 * 4)
-    assert plan.total == sum((data, plan.target_cache, plan.drafter_cache, plan.relay_state, plan.outputs))
+    state = plan.relay_state + plan.outputs + plan.workspace
+    assert plan.total == data + plan.target_cache + plan.drafter_cache + state
     assert plan_memory(bundle, 4).target_cache == 2 * plan.target_cache
 
 
@@ -120,7 +142,7 @@ def test_a_folder_without_manifest(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"not json", b"[]", b"null", b"3", b"{}", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"format_version": 1}'],
+    [b"", b"not json", b"[]", b"null", b"3", b"{}", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"format_version": 2}'],
     ids=["empty", "text", "list", "null", "number", "no version", "string", "not utf-8", "deep", "no fields"],
 )
 def test_a_manifest_that_is_no_manifest(bundle: Path, content: bytes) -> None:
@@ -128,10 +150,33 @@ def test_a_manifest_that_is_no_manifest(bundle: Path, content: bytes) -> None:
     assert "dflow.json" in refusal(bundle)
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None])
+@pytest.mark.parametrize("version", [0, 1, 3, "2", None])
 def test_another_format_version(bundle: Path, version: Any) -> None:
     edit(bundle, lambda data: data.update(format_version=version))
-    assert f"format_version {version!r}, this version reads 1" in refusal(bundle)
+    assert f"format_version {version!r}, this version reads 2; build the bundle again" in refusal(bundle)
+
+
+def test_a_bundle_of_the_format_before_causal_heads(bundle: Path) -> None:
+    """Format 1 had no ``head``: refused for its format, whatever else it lacks."""
+
+    def older(data: Data) -> None:
+        data.update(format_version=1)
+        for entry in data["drafters"].values():
+            del entry["spec"]["head"]
+
+    edit(bundle, older)
+    assert "format_version 1, this version reads 2; build the bundle again" in refusal(bundle)
+
+
+def test_a_causal_head_is_in_the_manifest_and_sealed(made: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(made / "causal", tmp_path / "bundle"))
+    assert open_bundle(path).drafters["domino"].spec.head == DominoSpec(0, 24, 20, True)
+    edit(path, lambda data: data["drafters"]["domino"]["spec"]["head"].update(shifted=False))
+    assert "was built for other limits" in refusal(path)
+    edit(path, lambda data: data["drafters"]["domino"]["spec"]["head"].update(shifted=0))
+    assert "drafters.domino.spec.head has another type" in refusal(path)
+    edit(path, lambda data: data["drafters"]["domino"]["spec"]["head"].pop("rank"))
+    assert "rank" in refusal(path)
 
 
 SECTIONS: dict[str, Callable[[Data], Data]] = {

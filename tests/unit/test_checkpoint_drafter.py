@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny import DELETE, edit_config, edit_tensors, make_drafter, make_target
+from tiny import DELETE, DOMINO_DEFAULTS, edit_config, edit_tensors, make_drafter, make_target
 
 from dflow_trt.checkpoint.drafter import DrafterCheckpoint, read_drafter
-from dflow_trt.checkpoint.names import RELAY_NAMES, drafter_tensors
+from dflow_trt.checkpoint.names import DOMINO_NAMES, RELAY_NAMES, drafter_tensors
 from dflow_trt.checkpoint.target import read_target
 from dflow_trt.errors import UserError
-from dflow_trt.spec import RelaySpec, TargetSpec, drafter_from_json, to_json
+from dflow_trt.spec import DominoSpec, RelaySpec, TargetSpec, drafter_from_json, to_json
 
 SLIDING = {
     "use_sliding_window": True,
@@ -59,6 +59,42 @@ def test_a_dflow_drafter(tmp_path: Path, start: Any) -> None:
     assert drafter.spec.strategies == ("dflow", "dflow-norelay")
     assert drafter.weights.shape("relay_mlp.0.weight") == (128, 192)
     assert set(RELAY_NAMES) <= set(drafter.weights.names())
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("prefix", [0, 1, 7])
+def test_a_domino_drafter(tmp_path: Path, shifted: bool, prefix: int) -> None:
+    drafter = _read(tmp_path, domino={"pure_draft_prefix_len": prefix, "shift_label": shifted})
+    spec = drafter.spec
+    assert (spec.name, spec.relay, spec.strategies) == ("domino", None, ("domino",))
+    assert spec.head == DominoSpec(prefix_length=prefix, state_size=24, rank=20, shifted=shifted)
+    assert (spec.block_size, spec.num_drafts, spec.verify_rows) == ((8, 8, 9) if shifted else (8, 7, 8))
+    assert spec.first_slot == (0 if shifted else 1)
+    assert list(spec.corrected_drafts) == [i for i in range(1, spec.num_drafts + 1) if i > prefix]
+    assert [drafter.weights.shape(name) for name in DOMINO_NAMES] == [(72, 64), (72, 24), (20, 88), (256, 20)]
+    assert {name: drafter.weights.shape(name) for name in drafter.weights.names()} == drafter_tensors(spec)
+    assert drafter_from_json(json.loads(json.dumps(to_json(spec)))) == spec
+
+
+def test_a_domino_drafter_with_a_relay(tmp_path: Path) -> None:
+    spec = _read(tmp_path, relay=True, domino={}).spec
+    assert spec.relay is not None
+    assert spec.head is not None
+    assert spec.strategies == ("domino-dflow", "domino-dflow-norelay")
+
+
+@pytest.mark.parametrize("keys", [{"top_level": True}, {"layout": 4}, {"shards": 3}])
+def test_layouts_give_the_same_domino_drafter(tmp_path: Path, keys: dict[str, Any]) -> None:
+    head = {"shift_label": True, "pure_draft_prefix_len": 2}
+    plain, other = (_read(tmp_path / name, domino=head, **more).spec for name, more in (("a", {}), ("b", keys)))
+    assert plain == other
+
+
+def test_keys_of_a_domino_drafter_may_be_repeated_or_absent(tmp_path: Path) -> None:
+    target = _pair(tmp_path, domino={}, emb_dim=20)
+    sizes = {"projector_type": "domino", "emb_dim": 20, "gru_hidden_dim": 24}
+    edit_config(tmp_path / "drafter", dflash_config={**DRAFT, **sizes})
+    assert read_drafter(tmp_path / "drafter", target).spec.head == DominoSpec(0, 24, 20, False)
 
 
 @pytest.mark.parametrize("keys", [{"top_level": True}, {"layout": 4}, {"shards": 2}, {"speculators": True}])
@@ -232,8 +268,15 @@ REFUSED: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
         _tensor("lm_head.weight", ZERO),
         ("lm_head.weight is in the drafter", "the target's own table"),
     ),
-    "domino": (_draft(projector_type="domino"), ("projector_type is 'domino'", "'dflash'")),
-    "dspark": (_config(projector_type="dspark"), ("projector_type is 'dspark'", "'dflash'")),
+    "domino without tensors": (
+        _draft(projector_type="domino"),
+        ("prefix_gru.weight_ih_l0 is missing, while projector_type is 'domino'", "all Domino head tensors"),
+    ),
+    "domino tensor without config": (
+        _tensor("embed_proj.2.weight", np.zeros((256, 8), np.float32)),
+        ("prefix_gru.weight_ih_l0 is missing, while embed_proj.2.weight is there", "with projector_type, or none"),
+    ),
+    "dspark": (_config(projector_type="dspark"), ("projector_type is 'dspark'", "'dflash' or 'domino'")),
     "DFlash 2": (
         _config(architectures=["DFlash2DraftModel"]),
         ("architectures is ['DFlash2DraftModel']", "['DFlashDraftModel']"),
@@ -328,6 +371,65 @@ RELAY_REFUSED: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
 def test_broken_relays_are_refused(tmp_path: Path, name: str) -> None:
     damage, words = RELAY_REFUSED[name]
     _assert_refused(tmp_path, _pair(tmp_path, relay=True), damage, words)
+
+
+def _domino(**changes: Any) -> Callable[[Path], None]:
+    return _draft(**{**DOMINO_DEFAULTS, **changes})
+
+
+DOMINO_REFUSED: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
+    "no projector_type": (
+        _domino(projector_type=DELETE),
+        ("projector_type is missing", "'domino', as prefix_gru.weight_ih_l0 is there"),
+    ),
+    "another projector_type": (_domino(projector_type="dflash"), ("projector_type is 'dflash'", "allowed: 'domino'")),
+    "partial": (
+        _tensor("embed_proj.0.weight", DELETE),
+        (
+            "embed_proj.0.weight is missing, while prefix_gru.weight_ih_l0 is there",
+            "all Domino head tensors with projector_type, or none; complete the Domino head, or remove it",
+        ),
+    ),
+    "shape": (_domino(emb_dim=16), ("embed_proj.0.weight is of shape [20, 88]", "[16, 88], as config.json says")),
+    "state": (_domino(gru_hidden_dim=16), ("prefix_gru.weight_ih_l0 is of shape [72, 64]", "[48, 64]")),
+    "a bias": (
+        _tensor("prefix_gru.bias_ih_l0", np.zeros(72, np.float32)),
+        ("prefix_gru.bias_ih_l0 is left over",),
+    ),
+    "no rank": (_domino(emb_dim=DELETE), ("emb_dim is missing", "an integer from 1")),
+    "rank of zero": (_domino(emb_dim=0), ("emb_dim is 0", "an integer from 1")),
+    "two ranks": (_config(emb_dim=16), ("dflash_config.emb_dim is 20", "the value at the top level, 16")),
+    "no state size": (_domino(gru_hidden_dim=DELETE), ("gru_hidden_dim is missing", "an integer from 1")),
+    "negative state size": (_domino(gru_hidden_dim=-1), ("gru_hidden_dim is -1", "an integer from 1")),
+    "negative prefix": (_domino(pure_draft_prefix_len=-1), ("pure_draft_prefix_len is -1", "from 0 to 7")),
+    "prefix past the drafts": (_domino(pure_draft_prefix_len=8), ("pure_draft_prefix_len is 8", "from 0 to 7")),
+    "prefix past the shifted drafts": (
+        _domino(pure_draft_prefix_len=9, shift_label=True),
+        ("pure_draft_prefix_len is 9", "from 0 to 8"),
+    ),
+    "shift_label": (_domino(shift_label="yes"), ("shift_label is 'yes'", "true or false")),
+    "embedding scale": (
+        _config(input_embedding_scale=2.0),
+        ("input_embedding_scale is 2.0", "1 or absent with a Domino head"),
+    ),
+    "multiplier": (_domino(output_multiplier=0.5), ("output_multiplier is 0.5", "1 or absent with a Domino head")),
+    "softcap": (
+        _domino(final_logit_softcapping=30.0),
+        ("final_logit_softcapping is 30.0", "0 or absent with a Domino head"),
+    ),
+    "sampled anchor": (_domino(sample_from_anchor=True), ("sample_from_anchor is True", "false or absent")),
+}
+
+
+@pytest.mark.parametrize("name", DOMINO_REFUSED)
+def test_broken_domino_heads_are_refused(tmp_path: Path, name: str) -> None:
+    damage, words = DOMINO_REFUSED[name]
+    _assert_refused(tmp_path, _pair(tmp_path, domino={}), damage, words)
+
+
+def test_shifted_slots_with_a_relay_are_refused(tmp_path: Path) -> None:
+    words = ("shift_label is True", "false or absent with a relay")
+    _assert_refused(tmp_path, _pair(tmp_path, domino={}, relay=True), _domino(shift_label=True), words)
 
 
 NESTED_REFUSED: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {

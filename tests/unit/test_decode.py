@@ -33,9 +33,14 @@ from dflow_trt.request import Emission, Request
 
 TOY = Toy()
 FLOW, FLASH = drafter_spec("flow", 8, "after_rejection"), drafter_spec("flash", 5, None)
-LATE = drafter_spec("late", 6, "at_rejection")
-SCRIPTS = {"flow": Script("mixed", 75, 1), "flash": Script("mixed", 60, 2), "late": Script("mixed", 50, 3)}
-STRATEGIES = ("ar", "flow", "flow-norelay", "flash", "late", "late-norelay")
+LATE, SHIFTED = drafter_spec("late", 6, "at_rejection"), drafter_spec("shifted", 8, None, shifted=True)
+SCRIPTS = {
+    "flow": Script("mixed", 75, 1),
+    "flash": Script("mixed", 60, 2),
+    "late": Script("mixed", 50, 3),
+    "shifted": Script("mixed", 80, 4),
+}
+STRATEGIES = ("ar", "flow", "flow-norelay", "flash", "late", "late-norelay", "shifted")
 
 
 @dataclass
@@ -166,7 +171,7 @@ class Bench:
 
 
 def make_bench(scripts: Mapping[str, Script] = SCRIPTS, max_queue: int = 1024, **build: Any) -> Bench:
-    specs = [spec for spec in (FLOW, FLASH, LATE) if spec.name in scripts]
+    specs = [spec for spec in (FLOW, FLASH, LATE, SHIFTED) if spec.name in scripts]
     return Bench(make_bundle(specs, **build), scripts, max_queue)
 
 
@@ -186,24 +191,24 @@ def toy_tokens(ids: Sequence[int], count: int) -> list[int]:
 def test_the_fake_tells_every_relay_and_context_input_apart() -> None:
     script, ids = SCRIPTS["flow"], [1, 2, 3]
     embeds = [7, 8, 9, 10, 11, 12, 13, 14]
-    drafts = script.drafts(TOY, ids, 5, embeds)
-    changed = [script.drafts(TOY, ids, 5, [*embeds[:j], 99, *embeds[j + 1 :]]) for j in range(len(embeds))]
-    changed += [script.drafts(TOY, other, 5, embeds) for other in ([2, 2, 3], [1, 3, 2], [1, 2], [1, 2, 3, 3])]
+    drafts = script.drafts(TOY, ids, 5, embeds, 7)
+    changed = [script.drafts(TOY, ids, 5, [*embeds[:j], 99, *embeds[j + 1 :]], 7) for j in range(len(embeds))]
+    changed += [script.drafts(TOY, other, 5, embeds, 7) for other in ([2, 2, 3], [1, 3, 2], [1, 2], [1, 2, 3, 3])]
     assert all(other != drafts for other in changed)
 
 
 # -- drafters at the extremes ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["flow", "flash", "late"])
+@pytest.mark.parametrize("name", ["flow", "flash", "late", "shifted"])
 def test_self_draft_accepts_everything(name: str) -> None:
     bench = make_bench({name: Script("self")})
-    block = bench.bundle.block_size
-    request = bench.request(prompt(3, 9), name, max_tokens=1 + 6 * block)
-    assert bench.run(request) == [toy_tokens(request.prompt_ids, 1 + 6 * block)]
+    rows = bench.bundle.verify_rows
+    request = bench.request(prompt(3, 9), name, max_tokens=1 + 6 * rows)
+    assert bench.run(request) == [toy_tokens(request.prompt_ids, 1 + 6 * rows)]
     stats = bench.last[request.id].stats
-    assert stats.accepted == stats.drafted == 6 * (block - 1)
-    assert (stats.rounds, stats.tau_emitted, stats.tau_accepted) == (6, block, block - 1)
+    assert stats.accepted == stats.drafted == 6 * (rows - 1)
+    assert (stats.rounds, stats.tau_emitted, stats.tau_accepted) == (6, rows, rows - 1)
     assert stats.relayed_slots == 0, "nothing was rejected, so nothing is relayed"
 
 
@@ -268,7 +273,7 @@ PLANS = st.builds(
     length=st.integers(1, 80),
     max_tokens=st.integers(1, 30),
     strategy=st.sampled_from(STRATEGIES),
-    draft_tokens=st.none() | st.integers(0, 8),
+    draft_tokens=st.none() | st.integers(0, 9),
     arrival=st.integers(0, 12),
     cancel=st.none() | st.integers(0, 15),
     hold_percent=st.sampled_from([0, 0, 30, 70]),
@@ -277,7 +282,7 @@ PLANS = st.builds(
 BUILDS = st.fixed_dictionaries(
     {
         "max_batch_size": st.integers(1, 5),
-        "max_num_tokens": st.integers(40, 130),
+        "max_num_tokens": st.integers(45, 130),
         "max_seq_len": st.sampled_from([82, 96, 128]),
         "heads_per_group": st.sampled_from([1, 2]),
         "eos_ids": st.sampled_from([(), (3, 5)]),
@@ -720,10 +725,12 @@ def test_fewer_slots_than_the_bundle_was_built_for(slots: int) -> None:
 
 
 @pytest.mark.parametrize("heads_per_group", [1, 2])
-def test_prefill_goes_on_within_the_smallest_token_budget(heads_per_group: int) -> None:
+@pytest.mark.parametrize(("name", "budget"), [("flow", 3 * 8), ("shifted", 3 * 9)])
+def test_prefill_goes_on_within_the_smallest_token_budget(name: str, budget: int, heads_per_group: int) -> None:
     """max_num_tokens as small as a build allows, with prompts that are many times longer."""
-    bench = make_bench({"flow": SCRIPTS["flow"]}, max_batch_size=3, max_num_tokens=24, heads_per_group=heads_per_group)
-    requests = [bench.request(prompt(i, 80 - i), "flow", id=f"q{i}", max_tokens=12) for i in range(6)]
+    limits = {"max_batch_size": 3, "max_num_tokens": budget, "heads_per_group": heads_per_group}
+    bench = make_bench({name: SCRIPTS[name]}, **limits)
+    requests = [bench.request(prompt(i, 80 - i), name, id=f"q{i}", max_tokens=12) for i in range(6)]
     bench.run(*requests)
     for request in requests:
         bench.check(request)

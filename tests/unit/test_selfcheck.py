@@ -20,7 +20,7 @@ from dflow_trt import build, contract, rope, selfcheck
 from dflow_trt.build import BuildOptions, DrafterSource, build_bundle
 from dflow_trt.bundle import Bundle
 from dflow_trt.errors import UserError
-from dflow_trt.graphs import blocks, context, drafter, relay, store, target
+from dflow_trt.graphs import blocks, context, domino, drafter, relay, store, target
 from dflow_trt.graphs.builder import GraphBuilder
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
@@ -49,6 +49,7 @@ class Model:
 
 # -- sound models ------------------------------------------------------------------------------------------------------
 
+SHIFTED = {"shift_label": True, "pure_draft_prefix_len": 1}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
 MODELS = {
     "plain": Model(),
@@ -72,6 +73,12 @@ MODELS = {
         {"input_embedding_scale": 8.0, "output_multiplier": 0.5, "final_logit_softcapping": 3.0},
         {"draft_logits": True},
     ),
+    "domino": Model({}, {"relay": False, "domino": {"pure_draft_prefix_len": 1}}),
+    "domino, shifted": Model({"tokenizer": 200}, {"relay": False, "domino": SHIFTED}, {"draft_logits": True}),
+    "domino with a relay": Model({"tied": True}, {"domino": {}, "dtype": "bfloat16"}),
+    "domino, block of 2": Model({}, {"domino": {}, "block_size": 2}),
+    "domino behind all drafts": Model({}, {"relay": False, "domino": {**SHIFTED, "pure_draft_prefix_len": 8}}),
+    "domino that adds nothing": Model({}, {"domino": {}, "domino_scale": 0.0}),
     "short": Model({}, {}, {"max_seq_len": 12, "max_batch_size": 1}),
     "one token": Model({}, {"block_size": 2}, {"max_seq_len": 2, "max_batch_size": 1}),
 }
@@ -297,6 +304,76 @@ def other_embedding_rows(patch: Patch) -> None:
     )
 
 
+def other_final_norm(patch: Patch) -> None:
+    original = drafter.rms_norm
+    patch.setattr(drafter, "rms_norm", lambda g, name, x, weight, eps: original(g, name, x, "hidden_norm.weight", eps))
+
+
+def other_gates(of: str) -> Fault:
+    """The GRU's gates in another order: n, r, z."""
+    return alter_linear(of, lambda array, scale: (np.roll(array, len(array.T) // 3, axis=1), rolled_scale(scale)))
+
+
+def rolled_scale(scale: Any) -> Any:
+    return None if scale is None else np.roll(scale, len(scale) // 3)
+
+
+def turned_gate(array: Any, scale: Any) -> Any:
+    """z and 1 - z change places: what was kept is renewed."""
+    size = array.shape[1] // 3
+    array[:, size : 2 * size] *= -1
+    return array, scale
+
+
+def other_parts(patch: Patch) -> None:
+    """[s ; z] instead of [z ; s]; both are of one size."""
+    original = domino.stored_matrix
+
+    def stored(g: Any, name: str, weights: Any, columns: slice = slice(None), **rest: Any) -> Any:
+        if columns != slice(None):
+            columns = slice(columns.stop, None) if columns.start is None else slice(columns.start)
+        return original(g, name, weights, columns, **rest)
+
+    patch.setattr(domino, "stored_matrix", stored)
+
+
+def no_prefix(patch: Patch) -> None:
+    """The first draft is corrected too."""
+    original = build.build_drafter
+
+    def faulty(g: Any, spec: Any, vocabulary: Any) -> None:
+        original(g, dataclasses.replace(spec, head=dataclasses.replace(spec.head, prefix_length=0)), vocabulary)
+
+    patch.setattr(build, "build_drafter", faulty)
+
+
+def other_slots(patch: Patch) -> None:
+    """Each draft is corrected by what the slot before it says."""
+    original = domino._by_draft
+    patch.setattr(domino, "_by_draft", lambda g, name, *rest: np.roll(original(g, name, *rest), "down" in name))
+
+
+def other_tokens(patch: Patch) -> None:
+    """The GRU reads the tokens that stand before the drafts in the vocabulary."""
+    original = blocks.Vocabulary.embedding
+
+    def embedding(self: Any, g: Any, name: str, ids: Any) -> Any:
+        return original(self, g, name, g.op(f"{name}.other", "Sub", ids, g.ints(1)))
+
+    patch.setattr(blocks.Vocabulary, "embedding", embedding)
+
+
+def forgetful(patch: Patch) -> None:
+    """The GRU knows the newest token alone."""
+    original = domino._Gru.step
+
+    def step(self: Any, name: str, x: Any, state: Any) -> Any:
+        self.first = getattr(self, "first", state)
+        return original(self, name, x, self.first)
+
+    patch.setattr(domino._Gru, "step", step)
+
+
 class Rolled:
     """Weights whose rows are one off."""
 
@@ -378,6 +455,24 @@ OTHER_FAULTS = {
 }
 
 
+DOMINO_FAULTS = {
+    "gates of the input": (other_gates("weight_ih"), "correction"),
+    "gates of the state": (other_gates("weight_hh"), "correction"),
+    "turned gate": (alter_linear("prefix_gru", turned_gate), "correction"),
+    "forgetful": (forgetful, "correction"),
+    "other tokens": (only_in("drafter", other_tokens), "correction"),
+    "[s ; z]": (other_parts, "correction"),
+    "no prefix": (no_prefix, "correction.ids"),
+    "slots": (other_slots, "correction"),
+    "down": (alter_linear("embed_proj.0", rescaled), "correction"),
+    "up": (alter_linear("embed_proj.2", permuted), "correction"),
+    "one channel of up": (alter_linear("embed_proj.2", one_channel), "correction"),
+    "base logits": (other_head_rows, "head"),
+    "padding ids": (live_padding, "head"),
+    "final norm": (other_final_norm, "head.logits"),
+}
+
+
 @pytest.fixture(scope="module")
 def faultless(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Path]:
     """A model in which every fault has a consequence: equal heads, square matrices, windows, yarn, padding, scales."""
@@ -440,6 +535,42 @@ def test_other_faults_are_refused(
     breakage(monkeypatch)
     message = refusal(model, folder, tmp_path / "bundle", form)
     assert message.startswith(("self-check: target." + section, "self-check: dflow." + section)), message
+
+
+# Every fault has a consequence: state and hidden size are equal, and some ids are no token.
+HEAD = {"gru_hidden_dim": 64, "pure_draft_prefix_len": 1}
+DOMINO = Model(
+    {"tokenizer": 150, "num_hidden_layers": 2},
+    {"relay": False, "num_hidden_layers": 1, "taps": (0,), "domino": HEAD},
+)
+
+
+@pytest.fixture(scope="module")
+def weak_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Corrections so small that they hardly ever change a draft."""
+    folder = tmp_path_factory.mktemp("weak")
+    dataclasses.replace(DOMINO, drafter={**(DOMINO.drafter or {}), "domino_scale": 0.01}).write(folder)
+    return folder
+
+
+@pytest.mark.parametrize("form", ["float", "int8"])
+@pytest.mark.parametrize("fault", DOMINO_FAULTS)
+def test_faulty_causal_heads_are_refused(
+    weak_head: Path, tmp_path: Path, monkeypatch: Patch, fault: str, form: str
+) -> None:
+    breakage, section = DOMINO_FAULTS[fault]
+    breakage(monkeypatch)
+    message = refusal(DOMINO, weak_head, tmp_path / "bundle", form)
+    assert message.startswith((f"self-check: target.{section} ", f"self-check: domino.{section} ")), message
+
+
+@pytest.mark.parametrize("fault", ["gates of the state", "[s ; z]", "no prefix", "other tokens"])
+def test_the_full_check_alone_sees_faulty_causal_heads(tmp_path: Path, monkeypatch: Patch, fault: str) -> None:
+    DOMINO.write(tmp_path / "models")
+    monkeypatch.setattr(selfcheck._LayerCheck, "_check_domino", lambda *rest: None)
+    DOMINO_FAULTS[fault][0](monkeypatch)
+    (tmp_path / "out").mkdir()
+    assert "domino.draft" in refusal(DOMINO, tmp_path / "models", tmp_path / "out" / "bundle", "float", "full")
 
 
 @pytest.mark.parametrize("form", ["float", "int8"])

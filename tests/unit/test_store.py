@@ -72,6 +72,20 @@ def test_transposed_picks_input_columns(chunk_bytes: int) -> None:
     np.testing.assert_array_equal(found, source.tensors["w"][:, 3:8].astype(np.float32).T)
 
 
+def test_transposed_appends_zero_channels(chunk_bytes: int) -> None:
+    source = weights(w=(7, 9))
+    found = store.transposed(source, ["w"], np.dtype(np.float32), padded=10)
+    np.testing.assert_array_equal(found[:, :7], source.tensors["w"].astype(np.float32).T)
+    np.testing.assert_array_equal(found[:, 7:], np.zeros((9, 3)))
+
+
+def test_quantised_picks_input_columns_and_scales_by_them_alone(chunk_bytes: int) -> None:
+    source = weights(w=(7, 9))
+    part = Memory({"w": source.tensors["w"][:, 3:8]})
+    for found, wanted in zip(store.quantised(source, ["w"], slice(3, 8)), store.quantised(part, ["w"]), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
 def test_quantised_weights_are_within_half_a_level(chunk_bytes: int) -> None:
     source = weights(a=(12, 40), b=(9, 40))
     levels, scale = store.quantised(source, ["a", "b"])
