@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import json
 import os
@@ -18,7 +19,7 @@ import click
 
 from dflow_trt import __version__
 from dflow_trt.errors import UserError
-from dflow_trt.spec import AUTOREGRESSIVE, DTYPES, RELAY_STARTS, WEIGHT_FORMS
+from dflow_trt.spec import AUTOREGRESSIVE, DTYPES, HARDWARE, RELAY_STARTS, WEIGHT_FORMS
 
 if TYPE_CHECKING:
     from dflow_trt.api import LLM, Prompt
@@ -46,20 +47,60 @@ def cli() -> None:
     """DFlow block-diffusion speculative decoding: build a bundle, generate from it, look inside."""
 
 
+ENGINE_OPTIONS: dict[str, dict[str, Any]] = {
+    "--plugin": {
+        "type": click.Path(path_type=Path),
+        "help": "Library of the dflow:: plugins. [default: the checkout's]",
+    },
+    "--no-plugin": {"is_flag": True, "help": "Compile the ONNX bodies of the plugins' nodes instead."},
+    "--compute-capability": {
+        "multiple": True,
+        "metavar": "N.N",
+        "help": "GPUs of tensorrt-rtx; repeatable. [default: all that it has]",
+    },
+    "--hardware-compatibility": {
+        "type": click.Choice(HARDWARE),
+        "default": "none",
+        "show_default": True,
+        "help": "On what else than this GPU engines of tensorrt run.",
+    },
+    "--version-compatible": {"is_flag": True, "help": "Let engines of tensorrt run on later versions, too."},
+    "--timing-cache": {"type": FOLDER, "help": "Where tensorrt keeps its timings from build to build."},
+    "--keep-onnx": {"is_flag": True, "help": "Leave the graphs in the bundle, beside the compiled engines."},
+}
+"""How engines are compiled; see :class:`dflow_trt.compile.base.EngineOptions`."""
+
+
+def _engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of compiled engines, gathered into one argument ``engine``."""
+
+    @functools.wraps(command)
+    def gathered(*arguments: Any, **options: Any) -> Any:
+        names = [flag.removeprefix("--").replace("-", "_") for flag in ENGINE_OPTIONS]
+        return command(*arguments, engine={name: options.pop(name) for name in names}, **options)
+
+    for flag, settings in reversed(ENGINE_OPTIONS.items()):
+        gathered = click.option(flag, **settings)(gathered)
+    return gathered
+
+
 @cli.command()
 @click.option("--target", type=FOLDER, required=True, help="Folder of the target model (Qwen3, safetensors).")
 @click.option(
-    "--drafter", "drafters", multiple=True, metavar="[NAME=]DIR", help="A DFlash or DFlow drafter; repeatable."
+    "--drafter", "drafters", multiple=True, metavar="[NAME=]DIR", help="A DFlash, Domino or DFlow drafter; repeatable."
 )
 @click.option("--output", type=FOLDER, required=True, help="Folder of the bundle.")
-@click.option("--backend", default="onnxruntime", show_default=True, help="Where the engines run.")
-@click.option("--dtype", type=click.Choice(DTYPES), default="float32", show_default=True)
+@click.option(
+    "--backend", default="onnxruntime", show_default=True, help="onnxruntime (CPU), tensorrt, or tensorrt-rtx."
+)
+@click.option("--dtype", type=click.Choice(DTYPES), help="[default: float32 on onnxruntime, else bfloat16]")
 @_size_option("max-batch-size", "Requests in flight. [default: 8]", 8)
 @_size_option("max-input-len", "Longest prompt. [default: 1024, or what fits]")
 @_size_option("max-seq-len", "Longest prompt and output together. [default: 2048, or what the target takes]")
-@_size_option("max-num-tokens", "Token rows of one step. [default: 256, or batch x block]")
-@click.option("--draft-weights", type=click.Choice(WEIGHT_FORMS), default="int8", show_default=True)
+@_size_option("max-num-tokens", "Token rows of one step. [default: 256, or batch x (drafts + 1)]")
+@click.option("--draft-weights", type=click.Choice(WEIGHT_FORMS), help="[default: int8 on onnxruntime, else float]")
 @click.option("--target-weights", type=click.Choice(WEIGHT_FORMS), default="float", show_default=True)
+@_engine_options
 @click.option("--self-check", type=click.Choice(["off", "layer", "full"]), default="layer", show_default=True)
 @click.option("--draft-logits", is_flag=True, help="Also give the drafter's logits (for analysis; slower).")
 @click.option("--force", is_flag=True, help="Replace an existing bundle.")
@@ -71,18 +112,27 @@ def build(
     self_check: str,
     force: bool,
     as_json: bool,
+    engine: dict[str, Any],
     **options: Any,
 ) -> None:
     """Build a bundle from a target and its drafters."""
     from dflow_trt import console
     from dflow_trt.build import BuildOptions, build_bundle
+    from dflow_trt.compile.base import EngineOptions
 
     start = time.perf_counter()
+    engine["compute_capabilities"] = engine.pop("compute_capability")
     sources = [_drafter_source(text) for text in drafters]
     signal.signal(signal.SIGTERM, _interrupt)  # as Ctrl-C: nothing half-written stays
     with console.BuildProgress() as progress:
         bundle = build_bundle(
-            target, sources, output, BuildOptions(**options), force=force, self_check=self_check, report=progress
+            target,
+            sources,
+            output,
+            BuildOptions(**options, engine=EngineOptions(**engine)),
+            force=force,
+            self_check=self_check,
+            report=progress,
         )
     if as_json:
         _print_json(_bundle_json(bundle))
@@ -128,14 +178,12 @@ def _bundle_json(bundle: Any) -> dict[str, Any]:
         for name, contract in bundle.contracts()
     }
     manifest = json.loads((bundle.path / "dflow.json").read_text(encoding="utf-8"))
-    plan = plan_memory(bundle)
-    memory = dataclasses.asdict(plan) | {"total": plan.total}
     return {
         "path": str(bundle.path),
         **manifest,
         "engines": engines,
         "strategies": list(bundle.strategies),
-        "memory": memory,
+        "memory": plan_memory(bundle).figures(),
     }
 
 
@@ -149,6 +197,27 @@ def example(folder: Path) -> None:
     click.echo(f"{folder}: {', '.join(names)}")
     drafters = " ".join(f"--drafter {folder / name}" for name in names if name in ("dflash", "dflow"))
     click.echo(f"next: dflow-trt build --target {folder / 'target'} {drafters} --output {folder / 'bundle'}")
+
+
+@cli.command()
+@click.option("--self-test", is_flag=True, help="Also build the example and run it, on a GPU beside the CPU.")
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+def doctor(self_test: bool, as_json: bool) -> None:
+    """Show what this machine has, what is missing, and the command that fixes it."""
+    from dflow_trt.doctor import show
+    from dflow_trt.doctor.examine import backends, examine
+
+    findings = examine()
+    if self_test and show.works_on_cpu(findings):
+        from dflow_trt.doctor.selftest import self_test as run
+
+        findings += run(backends(findings))
+    if as_json:
+        _print_json(show.as_json(findings))
+    else:
+        show.show(findings)
+    if not show.works_on_cpu(findings):
+        raise UserError("doctor: the CPU path does not work here; the findings say what to do")
 
 
 POSITIVE = click.IntRange(1)
@@ -166,9 +235,21 @@ POSITIVE = click.IntRange(1)
 @click.option("--block-size", type=click.IntRange(2), help="The anchor and its drafts. [default: 16, or as --from]")
 @click.option("--taps", metavar="N,N,...", help="Target layers that are read. [default: spread evenly, or as --from]")
 @click.option("--layers", type=POSITIVE, help="Layers of the drafter. [default: 5, or as --from]")
+@click.option("--intermediate-size", type=POSITIVE, help="Width of its SwiGLU. [default: the target's, or as --from]")
 @click.option("--mask-token-id", type=int, help="[default: the first spare row, else the token <|mask|>]")
 @click.option(
     "--relay-start", type=click.Choice(RELAY_STARTS), help="[default: after_rejection; dflow only, or as --from]"
+)
+@click.option(
+    "--head", type=click.Choice(["domino"]), help="A causal head over the drafts. [default: none, or as --from]"
+)
+@click.option("--head-state", type=POSITIVE, help="State size of the head's GRU. [default: 1024, or as --from]")
+@click.option("--head-rank", type=POSITIVE, help="Rank of the head's correction. [default: 256, or as --from]")
+@click.option("--head-prefix", type=click.IntRange(0), help="Drafts before the head's. [default: 1, or as --from]")
+@click.option(
+    "--rollout",
+    type=click.Choice(["real", "teacher-forced"]),
+    help="A head's drafts between rounds: its own, or, to compare, those after the true tokens. [default: real]",
 )
 @click.option("--decay", type=float, help="Slot j weighs exp(-(j - 1) / decay). [default: 4]")
 @click.option("--steps", type=POSITIVE, help="[default: 1000]")
@@ -179,9 +260,15 @@ POSITIVE = click.IntRange(1)
 @click.option("--max-new-tokens", type=click.IntRange(2), help="Longest answer of the target. [default: 256]")
 @click.option("--temperature", type=float, help="Of the answers trained on; 0 is greedy. [default: 0]")
 @click.option("--held-out", type=POSITIVE, help="Prompts to measure on and not to train on. [default: 32]")
+@click.option("--held-out-prompts", type=click.Path(path_type=Path), help="JSONL of the prompts to measure on instead.")
 @click.option("--every", type=POSITIVE, help="Steps between checkpoints, with tau measured. [default: a tenth]")
 @click.option("--seed", type=click.IntRange(0), help="[default: 0]")
 @click.option("--threads", type=POSITIVE, help="CPU threads. [default: all cores]")
+@click.option(
+    "--precision",
+    type=click.Choice(["float32", "bfloat16"]),
+    help="Of matrix products. [default: bfloat16 on a GPU, else float32]",
+)
 @click.option("--cache", type=FOLDER, help="Folder of answers and checkpoints. [default: OUTPUT.cache]")
 @click.option("--chat", is_flag=True, help="Format prompts as one user message by the model's chat template.")
 @click.option("--resume", is_flag=True, help="Go on from the last checkpoint of a run with the same settings.")
@@ -193,7 +280,9 @@ def train(
     file: Path,
     output: Path,
     source: Path | None,
+    held_out_prompts: Path | None,
     threads: int | None,
+    precision: str | None,
     cache: Path | None,
     chat: bool,
     resume: bool,
@@ -202,33 +291,39 @@ def train(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Train a DFlash or DFlow drafter on the target's own answers (CPU)."""
-    job, plans, progress = _training()
+    """Train a DFlash, DFlow or Domino drafter on the target's own answers.
+
+    On the GPU if there is one, else on the CPU. On several GPUs: accelerate launch --multi_gpu -m dflow_trt train ...
+    """
+    job, plans, progress, computes = _training()
     place = cache or output.with_name(output.name + ".cache")
     plans.check_output(output, place, force, [target, *([source] if source else [])])
     given = {name: value for name, value in options.items() if value is not None}
     given |= {"taps": _taps(given["taps"])} if "taps" in given else {}
-    plan = plans.make_plan(*_pair(plans, target, source), _training_prompts(target, file, chat), plans.Options(**given))
+    prompts = _training_prompts(target, file, chat, "--prompts")
+    held_out = held_out_prompts and _training_prompts(target, held_out_prompts, chat, "--held-out-prompts")
+    plan = plans.make_plan(*_pair(plans, target, source), prompts, plans.Options(**given), held_out)
     signal.signal(signal.SIGTERM, _interrupt)  # as Ctrl-C: nothing half-written stays
     job.set_threads(threads)
-    if dry_run:
-        _show_figures(job.estimate(plan), as_json)
-        return
-    with progress.Bar() as bar:
-        figures = job.train(plan, output, place, resume, force, shlex.join(["dflow-trt", *sys.argv[1:]]), bar)
-    _show_figures(figures, as_json)
+    compute = computes.Compute.start(precision)
+    command = shlex.join(["dflow-trt", *sys.argv[1:]])
+    with progress.Bar(shown=compute.first and not dry_run) as bar:
+        run = (plan, output, place, resume, force, command, bar, compute)
+        figures = job.estimate(plan, compute) if dry_run else job.train(*run)
+    if compute.first:
+        _show_figures(figures, as_json)
 
 
-def _training() -> tuple[Any, Any, Any]:
+def _training() -> tuple[Any, Any, Any, Any]:
     """The modules behind `train`, which need torch."""
     try:
-        from dflow_trt.training import job, plan, progress
+        from dflow_trt.training import compute, job, plan, progress
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("torch", "transformers"):
+        if (error.name or "").partition(".")[0] not in ("torch", "transformers", "accelerate"):
             raise
         todo = "install the extra from the checkout: pip install '.[train]'"
         raise UserError(f"train: needs {error.name}; {todo}") from None
-    return job, plan, progress
+    return job, plan, progress, compute
 
 
 def _taps(text: str) -> tuple[int, ...]:
@@ -251,17 +346,16 @@ def _pair(plans: Any, target: Path, source: Path | None) -> tuple[Any, Any]:
     return checked, plans.DrafterSource(source, draft.spec, draft.fingerprint, draft.weights.read)
 
 
-def _training_prompts(target: Path, file: Path, chat: bool) -> list[Any]:
-    """Token ids of every prompt in the file, with its line."""
+def _training_prompts(target: Path, file: Path, chat: bool, flag: str) -> list[Any]:
+    """Token ids of every prompt in the file that a flag names, with its line."""
     from dflow_trt.prompts import read_prompts
     from dflow_trt.text import Tokenizer
     from dflow_trt.training.plan import Prompt
 
-    prompts = [_as_chat(prompt) if chat else prompt for prompt in read_prompts(file)]
-    lines = [number for number, line in enumerate(file.read_text("utf-8-sig").split("\n"), 1) if line.strip()]
+    prompts = [_as_chat(prompt) if chat else prompt for prompt in read_prompts(file, flag)]
     texts = any("prompt_token_ids" not in prompt for prompt in prompts)
     tokenizer = Tokenizer.from_folder(target) if texts else None
-    return [Prompt(line, _ids(prompt, tokenizer)) for line, prompt in zip(lines, prompts, strict=True)]
+    return [Prompt(line, _ids(prompt, tokenizer)) for line, prompt in enumerate(prompts, 1)]
 
 
 def _ids(prompt: Any, tokenizer: Any) -> tuple[int, ...]:
@@ -486,6 +580,100 @@ def _stream(llm: LLM, prompts: list[Prompt], params: SamplingParams, strategy: s
             if piece.error:
                 raise UserError(piece.error)
         click.echo()
+
+
+def _options_of_build(*names: str) -> Callable[[Any], Any]:
+    """These options of `build`, word for word."""
+
+    def add(command: Any) -> Any:
+        shared = [param for param in build.params if param.name in names]
+        command.__click_params__ = [*getattr(command, "__click_params__", []), *reversed(shared)]
+        return command
+
+    return add
+
+
+@cli.command()
+@click.argument("target", type=FOLDER)
+@click.argument("drafters", nargs=-1, metavar="[[NAME=]DRAFTER]...")
+@click.option("--gpu-memory", metavar="SIZE", help="Of the card (or the machine), e.g. 80GiB; adds what fits into it.")
+@click.option(
+    "--memory-fraction", type=float, help="What may be used of it: the CUDA context takes some. [default: 0.9]"
+)
+@click.option("--backend", default="tensorrt", show_default=True, help="As in build; it need not be installed.")
+@_options_of_build(
+    "dtype",
+    "max_batch_size",
+    "max_input_len",
+    "max_seq_len",
+    "max_num_tokens",
+    "draft_weights",
+    "target_weights",
+    "draft_logits",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+def plan(
+    target: Path,
+    drafters: Sequence[str],
+    gpu_memory: str | None,
+    memory_fraction: float | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Show the memory that a pair needs and, with --gpu-memory, which batches and lengths fit. Nothing is loaded."""
+    from dflow_trt import console
+    from dflow_trt.build import BuildOptions
+    from dflow_trt.plan import MEMORY_FRACTION, make_plan, parse_size
+
+    memory = None if gpu_memory is None else parse_size("--gpu-memory", gpu_memory)
+    fraction = MEMORY_FRACTION if memory_fraction is None else memory_fraction
+    made = make_plan(target, [_drafter_source(text) for text in drafters], BuildOptions(**options), memory, fraction)
+    if as_json:
+        _print_json(made.figures())
+    else:
+        console.show_plan(made)
+
+
+SERVER_LIMIT = "As in build; written where given."
+
+
+@cli.command("export-trtllm")
+@click.option("--target", type=FOLDER, required=True, help="Folder of the target model.")
+@click.option("--drafter", type=FOLDER, required=True, help="Folder of the drafter.")
+@click.option("--output", type=FOLDER, required=True, help="Folder of the export.")
+@click.option("--trtllm-version", "version", help="Whose configuration is written. [default: 1.4]")
+@click.option(
+    "--dtype", type=click.Choice(DTYPES[1:]), help="Of the drafter. [default: the target's; bfloat16 for float32]"
+)
+@_size_option("max-batch-size", SERVER_LIMIT)
+@_size_option("max-input-len", SERVER_LIMIT)
+@_size_option("max-seq-len", SERVER_LIMIT)
+@_size_option("max-num-tokens", SERVER_LIMIT)
+@click.option("--force", is_flag=True, help="Replace an existing export.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
+def export_trtllm(
+    target: Path,
+    drafter: Path,
+    output: Path,
+    version: str | None,
+    dtype: Any,
+    force: bool,
+    as_json: bool,
+    **limits: int | None,
+) -> None:
+    """Write a drafter for TensorRT-LLM's DFlash, with the YAML files that serve the pair there."""
+    from dflow_trt.trtllm.export import Limits, export_trtllm
+    from dflow_trt.trtllm.schema import DEFAULT_VERSION
+
+    signal.signal(signal.SIGTERM, _interrupt)  # as Ctrl-C: nothing half-written stays
+    chosen = version or DEFAULT_VERSION
+    made = export_trtllm(target, drafter, output, version=chosen, dtype=dtype, limits=Limits(**limits), force=force)
+    if as_json:
+        _print_json(dataclasses.asdict(made))
+        return
+    click.echo(f"{made.path}: {', '.join(made.files)}")
+    for note in made.notes:
+        click.echo(f"note: {note}")
 
 
 def _print_json(data: Any) -> None:

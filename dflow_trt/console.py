@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rich import box
 from rich.console import Console
@@ -19,7 +19,10 @@ from dflow_trt import contract as c
 from dflow_trt.api import CompletionOutput, RequestOutput
 from dflow_trt.bundle import Bundle
 from dflow_trt.memory import MemoryPlan, plan_memory, show_bytes
-from dflow_trt.spec import DrafterSpec, StackSpec
+from dflow_trt.spec import DominoSpec, DrafterSpec, StackSpec
+
+if TYPE_CHECKING:
+    from dflow_trt.plan import Fit, Plan
 
 PLAIN_WIDTH = 200  # columns of a file or pipe: tables stay in one piece, and a line of text is a line
 TEXT_WIDTH = 140  # of texts side by side
@@ -73,14 +76,21 @@ def _stack_line(stack: StackSpec, vocab: int) -> str:
 def _drafter_line(spec: DrafterSpec) -> str:
     relay = f"relay {spec.relay.start}" if spec.relay else "no relay"
     taps = ", ".join(map(str, spec.target_layer_ids))
-    return f"{_stack_line(spec.stack, spec.vocab_size)}; block {spec.block_size}, taps {taps}, {relay}"
+    head = f", {_head_label(spec.head)}" if spec.head else ""
+    return f"{_stack_line(spec.stack, spec.vocab_size)}; block {spec.block_size}, taps {taps}, {relay}{head}"
+
+
+def _head_label(head: DominoSpec) -> str:
+    slots = ", shifted slots" if head.shifted else ""
+    first = head.prefix_length + 1
+    return f"Domino head from draft {first} on (state {head.state_size}, rank {head.rank}{slots})"
 
 
 def memory_line(plan: MemoryPlan) -> str:
     """The memory plan in one line."""
     caches = f"KV {show_bytes(plan.target_cache)} + {show_bytes(plan.drafter_cache)} for {plan.slots} slots"
-    state = show_bytes(plan.relay_state + plan.outputs)
-    return f"weights {show_bytes(plan.weights)}, {caches}, state and outputs {state}: {show_bytes(plan.total)} in all"
+    rest = f"state, outputs and workspace {show_bytes(plan.relay_state + plan.outputs + plan.workspace)}"
+    return f"weights {show_bytes(plan.weights)}, {caches}, {rest}: {show_bytes(plan.total)} in all"
 
 
 def _say(line: str) -> None:
@@ -94,8 +104,20 @@ def show_built(bundle: Bundle, seconds: float) -> None:
     strategies = ", ".join(bundle.strategies)
     _say(f"[bold]{escape(str(bundle.path))}[/]: {show_bytes(size)} in {len(bundle.files)} files, {seconds:.1f} s")
     _say(f"strategies: {strategies}")
+    if bundle.engines:
+        _say(f"engines: {_engines_line(bundle)}")
     _say(f"memory: {memory_line(plan_memory(bundle))}")
     _say(_check_line(bundle.self_check))
+
+
+def _engines_line(bundle: Bundle) -> str:
+    """What compiling took, and for what GPUs it was."""
+    seconds = sum(entry.build_seconds for entry in bundle.engines.values())
+    memory = max(entry.builder_memory for entry in bundle.engines.values())
+    notes, plugins = bundle.built_with, sorted({name for entry in bundle.engines.values() for name in entry.plugins})
+    inside = f"plugins {', '.join(plugins)}" if plugins else "no C++ plugins, the ONNX bodies of their nodes instead"
+    gpus = f"{notes['gpu'] or 'GPUs'} of compute capability {notes['compute_capability']}"
+    return f"compiled in {seconds:.0f} s and up to {show_bytes(memory)} of memory, for {gpus}; {inside}"
 
 
 def _check_line(result: Mapping[str, Any]) -> str:
@@ -105,6 +127,8 @@ def _check_line(result: Mapping[str, Any]) -> str:
     if worst is not None:
         found = f"{errors[worst]:.0e}, in {worst}"
         line += f", {len(errors)} sections match the numpy reference; largest difference {found}"
+    if "engines" in result:
+        line += f"; those of the graphs, the compiled engines were {result['engines']}"
     if "agreement" in result:
         line += f"; the quantised target agrees with the float model on {result['agreement']:.1%} of the sample text"
     return line
@@ -124,6 +148,8 @@ def show_bundle(bundle: Bundle) -> None:
         f"limits   batch {build.max_batch_size}, input {build.max_input_len}, sequence {build.max_seq_len}, "
         f"tokens a pass {build.max_num_tokens}; weights: target {build.target_weights}, drafters {build.draft_weights}"
     )
+    if bundle.engines:
+        _say(f"engines  {_engines_line(bundle)}")
     _say(f"memory   {memory_line(plan_memory(bundle))}")
     out.print(_engine_table(bundle), _file_table(bundle))
 
@@ -242,3 +268,51 @@ def show_text(output: RequestOutput) -> None:
         out.print(line, soft_wrap=True)
         if sample.error:
             err.print(f"error: {escape(sample.error)}")
+
+
+def show_plan(plan: Plan) -> None:
+    """`dflow-trt plan`: what the limits need, part by part, and what fits."""
+    build = plan.build
+    weights = f"weights: target {build.target_weights}, drafters {build.draft_weights}"
+    limits = f"batch {build.max_batch_size}, sequence {build.max_seq_len}, tokens a pass {build.max_num_tokens}"
+    _say(f"[bold]{build.backend} {build.dtype}[/]  {weights}; {limits}")
+    out.print(_part_table(plan.memory))
+    if plan.fit is not None:
+        _say(_budget_line(plan.memory.total, plan.fit))
+        _say(f"largest batch for sequences of {build.max_seq_len}: {plan.fit.max_batch_size or 'none fits'}")
+        _say(f"longest sequence for a batch of {build.max_batch_size}: {plan.fit.max_seq_len or 'none fits'}")
+        out.print(_fit_table(plan.fit))
+
+
+def _part_table(plan: MemoryPlan) -> Table:
+    columns = (Column(name, justify="right", no_wrap=True) for name in ("size", "a request", "a token"))
+    table = Table("memory", *columns, box=box.SIMPLE_HEAD)
+    for name, size in (
+        ("target weights", plan.target_weights),
+        ("drafter weights", plan.draft_weights),
+        ("vocabulary tables", plan.vocabulary),
+    ):
+        table.add_row(name, show_bytes(size))
+    for name, size in (("target KV", plan.target_cache), ("drafter KV", plan.drafter_cache)):
+        table.add_row(name, *map(show_bytes, (size, plan.per_slot(size), plan.per_token(size))))
+    table.add_row("relay state", show_bytes(plan.relay_state), show_bytes(plan.per_slot(plan.relay_state)))
+    table.add_row("hidden states and logits", show_bytes(plan.outputs))
+    table.add_row("workspace (estimate)", show_bytes(plan.workspace), end_section=True)
+    table.add_row("[bold]in all[/]", f"[bold]{show_bytes(plan.total)}[/]")
+    return table
+
+
+def _budget_line(total: int, fit: Fit) -> str:
+    left = fit.budget - total
+    verdict = f"fits, {show_bytes(left)} left" if left >= 0 else f"does not fit, {show_bytes(-left)} too much"
+    return f"{show_bytes(fit.budget)} ({fit.memory_fraction:g} of {show_bytes(fit.memory)}): {verdict}"
+
+
+def _fit_table(fit: Fit) -> Table:
+    """Bytes in all by batch and sequence length; a dash where that does not fit."""
+    lengths = [cell.max_seq_len for cell in fit.table[0]] if fit.table else []
+    columns = (Column(str(length), justify="right", no_wrap=True) for length in lengths)
+    table = Table(Column("batch", justify="right"), *columns, box=box.SIMPLE_HEAD)
+    for row in fit.table:
+        table.add_row(str(row[0].max_batch_size), *(show_bytes(cell.total) if cell.fits else "-" for cell in row))
+    return table

@@ -1,52 +1,302 @@
-"""How much memory a bundle needs: weights as they lie on disk, KV caches, relay state, the largest outputs."""
+"""How much memory a bundle needs: weights, KV caches, relay state, the tensors between engines, and their workspace.
+
+All of it is products of shapes: the contract's for what a runtime allocates, the checkpoints' for weights. A bundle
+that is not built yet is planned by the same code, through :func:`unbuilt`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
+from pathlib import Path
 
 from dflow_trt import contract as c
-from dflow_trt.bundle import Bundle
+from dflow_trt.bundle import Bundle, DrafterEntry, FileEntry, engine_file
+from dflow_trt.checkpoint.names import DOMINO_NAMES, EMBEDDING, HEAD, Shapes, drafter_tensors, target_tensors
 from dflow_trt.graphs.builder import NUMPY
+from dflow_trt.graphs.store import ALIGNMENT
+from dflow_trt.spec import BuildSpec, DrafterSpec, DType, StackSpec, TargetSpec, WeightForm
+
+FLOAT32 = NUMPY["float32"].itemsize
+ARENA = 2  # what ONNX Runtime's arenas hold for a byte in use: they grow by doubling
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes. Caches are for ``slots`` requests of max_seq_len tokens; an operating system commits them as they fill."""
+    """Bytes. Caches are for ``slots`` requests of max_seq_len tokens; an operating system commits them as they fill.
+
+    cache_rows: L, the rows of every cache. vocabulary: embedding and head tables, every copy of them. relay_state:
+    ``pending_h``. outputs: ``hidden``, ``h``, block embeddings and logits of the largest calls. All that is exact (for
+    weights see :func:`unbuilt`); workspace, what engines hold between their own layers, is an estimate.
+    """
 
     slots: int
-    weights: int
+    cache_rows: int
+    target_weights: int
+    draft_weights: int
+    vocabulary: int
     target_cache: int
     drafter_cache: int
     relay_state: int
     outputs: int
+    workspace: int
+
+    @property
+    def weights(self) -> int:
+        return self.target_weights + self.draft_weights + self.vocabulary
 
     @property
     def total(self) -> int:
-        return self.weights + self.target_cache + self.drafter_cache + self.relay_state + self.outputs
+        state = self.target_cache + self.drafter_cache + self.relay_state
+        return self.weights + state + self.outputs + self.workspace
+
+    def per_slot(self, part: int) -> int:
+        """The share of one request in a cache or in the relay state."""
+        return part // self.slots
+
+    def per_token(self, cache: int) -> int:
+        """The share of one cache row, that is of one token of one request."""
+        return cache // (self.slots * self.cache_rows)
+
+    def figures(self) -> dict[str, int]:
+        """Every field and the sums, for JSON."""
+        caches = self.target_cache + self.drafter_cache
+        sums = {"cache_per_slot": self.per_slot(caches), "cache_per_token": self.per_token(caches)}
+        return dataclasses.asdict(self) | sums | {"weights": self.weights, "total": self.total}
 
 
 def plan_memory(bundle: Bundle, slots: int | None = None) -> MemoryPlan:
     """The plan for ``slots`` requests in flight, by default the bundle's max_batch_size."""
     slots = slots or bundle.build.max_batch_size
-    item = NUMPY[bundle.build.dtype].itemsize
-    caches = {(contract.engine, name): _cache_bytes(contract, slots, item) for name, contract in bundle.contracts()}
-    rows, width = bundle.build.max_num_tokens, len(bundle.taps) * bundle.target.stack.hidden_size
-    logits = slots * bundle.block_size * c.vocab_columns(bundle.target.vocab_size)
+    contracts = list(bundle.contracts())
+    calls = _Calls(bundle, slots)
+    caches = {(contract.engine, name): calls.cache(contract) for name, contract in contracts}
+    data = _data_sizes(bundle)
+    tables, target = data.pop(c.VOCAB_DATA, 0), data.pop(_data_file(c.TARGET, None), 0)
     return MemoryPlan(
         slots=slots,
-        weights=sum(entry.size for name, entry in bundle.files.items() if name.endswith(".data")),
+        cache_rows=bundle.cache_rows,
+        target_weights=target,
+        draft_weights=sum(data.values()),
+        vocabulary=tables + _packed_heads(bundle) if _on_cpu(bundle) else _table_copies(bundle),
         target_cache=caches[c.TARGET, None],
         drafter_cache=sum(size for (engine, _), size in caches.items() if engine == c.DRAFTER),
-        relay_state=sum(4 * slots * s.block_size * s.stack.hidden_size for s in bundle.specs if s.relay),
-        outputs=item * (rows * width + logits),
+        relay_state=sum(calls.tensor(contract, c.PENDING_H) for _, contract in contracts if _is_relay(contract)),
+        outputs=sum(calls.outputs(contract) for _, contract in contracts),
+        workspace=_workspace([calls.workspace(contract, name) for name, contract in contracts], _on_cpu(bundle)),
     )
 
 
-def _cache_bytes(contract: c.EngineContract, slots: int, item: int) -> int:
-    if not contract.cache_layers:
-        return 0
-    size = contract.static
-    return 2 * contract.cache_layers * slots * size["N"] * size["L"] * size["D"] * item
+def _on_cpu(bundle: Bundle) -> bool:
+    return bundle.build.backend == "onnxruntime"
+
+
+def _is_relay(contract: c.EngineContract) -> bool:
+    return c.PENDING_H in contract.inputs
+
+
+def _workspace(engines: Sequence[int], on_cpu: bool) -> int:
+    """ONNX Runtime's sessions have an arena each; TensorRT's engines take turns in one workspace."""
+    return ARENA * sum(engines) if on_cpu else max(engines)
+
+
+# -- what a runtime allocates ------------------------------------------------------------------------------------------
+
+
+class _Calls:
+    """Bytes of tensors in the largest calls that the decoder makes."""
+
+    def __init__(self, bundle: Bundle, slots: int) -> None:
+        self._bundle, self._slots = bundle, slots
+        self._item = NUMPY[bundle.build.dtype].itemsize
+        # B x S together: a pass never has more token rows, however they are spread over the slots. One row a slot may
+        # be padded to two.
+        rows = max(bundle.build.max_num_tokens, 2 * slots)
+        self._sizes = {"B": slots, "BS": rows, "R": bundle.verify_rows}
+
+    def tensor(self, contract: c.EngineContract, spec: c.TensorSpec) -> int:
+        dims = ["BS", *spec.dims[2:]] if spec.dims.startswith("BS") else list(spec.dims)
+        sizes = self._sizes | contract.static
+        return prod(sizes[dim] for dim in dims) * (self._item if spec.kind == "engine" else FLOAT32)
+
+    def outputs(self, contract: c.EngineContract) -> int:
+        """What engines hand on, and logits. The next engine reads the same buffer; ids are too small to count."""
+        return sum(self.tensor(contract, spec) for spec in contract.outputs if spec.kind != "int64")
+
+    def cache(self, contract: c.EngineContract) -> int:
+        """k and v [slots,N,L,D] of every layer."""
+        return 2 * contract.cache_layers * self._live_cache(contract) if contract.cache_layers else 0
+
+    def _live_cache(self, contract: c.EngineContract) -> int:
+        """One cache of one layer, filled: [slots,N,L,D]."""
+        return self._slots * prod(contract.static[dim] for dim in "NLD") * self._item
+
+    def workspace(self, contract: c.EngineContract, drafter: str | None) -> int:
+        """What one engine holds at most at a time: in attention, in its MLP or in its head."""
+        spec = self._bundle.target if drafter is None else self._bundle.drafters[drafter].spec
+        rows = self._sizes["BS"] if contract.engine in (c.TARGET, c.CONTEXT) else self._slots * contract.static["J"]
+        width = contract.static["E"]
+        if contract.engine == c.RELAY:
+            return FLOAT32 * rows * 8 * width  # block, h, and what the MLP makes of it: three tensors of 2E
+        if contract.engine == c.CONTEXT:
+            heads = contract.static["N"] * contract.static["D"]
+            return rows * (FLOAT32 * (contract.static["X"] + width) + self._item * (width + 4 * heads))
+        logits = self.tensor(contract, c.LOGITS if contract.engine == c.TARGET else c.DRAFT_LOGITS)
+        return max(self._attention(contract, spec.stack, rows), self._item * rows * _mlp(spec.stack), 2 * logits)
+
+    def _attention(self, contract: c.EngineContract, stack: StackSpec, rows: int) -> int:
+        """Residual, queries, keys and values, and the live part of a layer's two caches, which is sliced off.
+
+        The folded form also has the keys transposed and the scores, before and after the softmax; the operator keeps
+        them to itself, but in float32 it is decomposed into the same.
+        """
+        heads = (stack.num_heads + 2 * stack.num_kv_heads) * stack.head_dim
+        size = self._item * rows * (2 * stack.hidden_size + 2 * heads) + 2 * self._live_cache(contract)
+        if _on_cpu(self._bundle) or self._bundle.build.dtype == "float32":
+            scores = self._item * rows * stack.num_heads * contract.static["L"]
+            size += self._live_cache(contract) + 2 * scores
+        return size
+
+
+def _mlp(stack: StackSpec) -> int:
+    """Elements a row: residual and normed row, gate and up, their product."""
+    return 2 * stack.hidden_size + 3 * stack.intermediate_size
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+_DATA = ".data"
+_FUSED_CONTEXT = re.compile(r"\.self_attn\.[kv]_")  # in the context engine as well as in the drafter
+_WIDE = ("fc.weight", "hidden_norm.weight")  # float32 in every build
+
+
+def unbuilt(target: TargetSpec, drafters: Mapping[str, DrafterSpec], build: BuildSpec) -> Bundle:
+    """The bundle that a build would write, as far as a plan reads it: specs, and data files by size.
+
+    The sizes are from above: at most a page (ALIGNMENT bytes) a tensor, and the scales of int8 matrices that lie in the
+    graphs, more than what a build writes.
+    """
+    entries = {name: DrafterEntry(spec, "", "") for name, spec in drafters.items()}
+    bundle = Bundle(Path(), target, "", entries, build, {}, {}, {})
+    files = {name: FileEntry("", size) for name, size in _data_files(bundle)}
+    return dataclasses.replace(bundle, files=files)
+
+
+def _data_sizes(bundle: Bundle) -> dict[str, int]:
+    """Data files by name: those on disk, or, where they went into compiled engines, those that a build would write."""
+    if _on_cpu(bundle):
+        return {name: entry.size for name, entry in bundle.files.items() if name.endswith(_DATA)}
+    return dict(_data_files(bundle))
+
+
+def _data_file(engine: str, drafter: str | None) -> str:
+    return Path(engine_file(engine, drafter)).with_suffix(_DATA).name
+
+
+def _data_files(bundle: Bundle) -> Iterator[tuple[str, int]]:
+    """(name, bytes) of every data file."""
+    target, build = bundle.target, bundle.build
+    layers = {name: shape for name, shape in target_tensors(target).items() if name not in (EMBEDDING, HEAD)}
+    dead = _dead(target, build)
+    yield c.VOCAB_DATA, sum(_Tables(bundle).sizes.values())
+    yield (
+        _data_file(c.TARGET, None),
+        _stored(layers, build.dtype, build.target_weights) + _rope(bundle, target) + dead,
+    )
+    for name, spec in ((name, entry.spec) for name, entry in bundle.drafters.items()):
+        parts = _drafter_parts(spec)
+        context = _stored(parts.wide, "float32", "float") + _stored(parts.context, build.dtype, build.draft_weights)
+        yield _data_file(c.CONTEXT, name), context + _rope(bundle, spec)
+        if parts.relay:
+            yield _data_file(c.RELAY, name), _stored(parts.relay, "float32", "float")
+        block = _stored(parts.drafter, build.dtype, build.draft_weights)
+        yield _data_file(c.DRAFTER, name), block + _rope(bundle, spec) + dead
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """A drafter's tensors by engine; ``wide`` and ``context`` are both the context's."""
+
+    wide: Shapes
+    context: Shapes
+    relay: Shapes
+    drafter: Shapes
+
+
+def _drafter_parts(spec: DrafterSpec) -> _Parts:
+    shapes = drafter_tensors(spec)
+    if spec.head is not None:  # its rows cover every column of the head, and its first matrix is split by input
+        down, up = DOMINO_NAMES[2:]
+        width = spec.stack.hidden_size
+        shapes |= {up: (c.vocab_columns(spec.vocab_size), spec.head.rank), down: (spec.head.rank, width)}
+        shapes[f"{down}.state"] = (spec.head.rank, spec.head.state_size)
+    relay = {name: shape for name, shape in shapes.items() if name.startswith("relay_")}
+    wide = {name: shapes[name] for name in _WIDE}
+    rest = {name: shape for name, shape in shapes.items() if name not in relay and name not in wide}
+    return _Parts(wide, {name: rest[name] for name in rest if _FUSED_CONTEXT.search(name)}, relay, rest)
+
+
+def _stored(shapes: Shapes, dtype: DType, form: WeightForm) -> int:
+    """Tensors as an engine has them, in whole pages: matrices in their form, int8 with a float32 scale a channel."""
+    item = NUMPY[dtype].itemsize
+    sizes = (
+        prod(shape) + FLOAT32 * shape[0] if form == "int8" and len(shape) > 1 else prod(shape) * item
+        for shape in shapes.values()
+    )
+    return sum(map(_pages, sizes))
+
+
+def _pages(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _rope(bundle: Bundle, spec: TargetSpec | DrafterSpec) -> int:
+    """cos and sin, float32 [L, D / 2] each."""
+    return 2 * _pages(FLOAT32 * bundle.cache_rows * spec.stack.head_dim // 2)
+
+
+def _dead(target: TargetSpec, build: BuildSpec) -> int:
+    """The bias [V] of an engine with a head, where some columns are no token."""
+    columns = c.vocab_columns(target.vocab_size)
+    return _pages(columns * NUMPY[build.dtype].itemsize) if target.live_vocab != columns else 0
+
+
+class _Tables:
+    """The vocabulary tables by name, their bytes, and which one is the head in a weight form."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        target, build = bundle.target, bundle.build
+        forms = {build.target_weights} | ({build.draft_weights} if bundle.drafters else set())
+        elements = c.vocab_columns(target.vocab_size) * target.stack.hidden_size
+        tied = target.tied_head and "float" in forms
+        embed: DType = build.dtype if tied else target.checkpoint_dtype
+        self.heads: dict[WeightForm, str] = {"float": "embed" if tied else "head", "int8": "head_int8"}
+        self.sizes = {"embed": _pages(elements * NUMPY[embed].itemsize)}
+        if "float" in forms and not tied:
+            self.sizes["head"] = _pages(elements * NUMPY[build.dtype].itemsize)
+        if "int8" in forms:
+            self.sizes["head_int8"] = _pages(elements) + _pages(FLOAT32 * c.vocab_columns(target.vocab_size))
+
+
+def _packed_heads(bundle: Bundle) -> int:
+    """What ONNX Runtime adds to the one file that all engines map: it packs every float head anew, the first of them
+    instead of the mapping."""
+    tables, build = _Tables(bundle), bundle.build
+    forms = [build.target_weights, *(build.draft_weights for _ in bundle.specs)]
+    return sum(tables.sizes[tables.heads[form]] for form in [form for form in forms if form == "float"][1:])
+
+
+def _table_copies(bundle: Bundle) -> int:
+    """TensorRT's engines share nothing: each holds every table that it reads."""
+    tables, build = _Tables(bundle), bundle.build
+    engines = [{"embed", tables.heads[build.target_weights]}]
+    for spec in bundle.specs:
+        reads_drafts = {"embed"} if spec.corrected_drafts else set()  # a causal head embeds its own drafts
+        engines += [{"embed"}, {tables.heads[build.draft_weights]} | reads_drafts]  # relay, drafter
+    return sum(tables.sizes[name] for names in engines for name in names)
 
 
 def show_bytes(count: int) -> str:
