@@ -38,6 +38,8 @@ Shapes = dict[str, tuple[int, ...]]
 
 # hidden, layers, heads, kv heads, head_dim, intermediate, vocabulary, drafter layers
 SIZES = {
+    "8b": (4096, 36, 32, 8, 128, 12288, 151936, 5),
+    "4b": (2560, 36, 32, 8, 128, 9728, 151936, 5),
     "1.7b": (2048, 28, 16, 8, 128, 6144, 151936, 5),
     "0.6b": (1024, 28, 16, 8, 128, 3072, 151936, 5),
     "small": (512, 2, 4, 2, 128, 1024, 151936, 2),
@@ -52,9 +54,10 @@ CASES = {
 UNBOUND = {"full"}  # a whole engine is loaded there, and the build says so
 
 
-def configs(size: str) -> tuple[Config, Config]:
-    """config.json of target and drafter."""
-    hidden, layers, heads, kv_heads, head_dim, inner, vocab, draft_layers = SIZES[size]
+def configs(size: str, layers: int | None = None) -> tuple[Config, Config]:
+    """config.json of target and drafter; ``layers``: of both, instead of as many as the size has."""
+    hidden, full_layers, heads, kv_heads, head_dim, inner, vocab, draft_layers = SIZES[size]
+    layers, draft_layers = layers or full_layers, min(layers or draft_layers, draft_layers)
     stack = {
         "model_type": "qwen3",
         "hidden_size": hidden,

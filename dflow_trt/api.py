@@ -149,6 +149,15 @@ class _Sample:
         )
 
 
+def _open_runtime(bundle: Bundle, threads: int | None, slots: int) -> Runtime:
+    """The runtime of the backend that the bundle was built for."""
+    if bundle.build.backend == "onnxruntime":
+        return OrtRuntime(bundle, threads, slots)
+    from dflow_trt.runtime.trt import TrtRuntime
+
+    return TrtRuntime(bundle, slots)
+
+
 class LLM:
     """A bundle, ready to generate.
 
@@ -172,7 +181,7 @@ class LLM:
         folder = self.bundle.tokenizer_path
         self.tokenizer = Tokenizer.from_folder(folder) if folder else None
         slots = self._num_slots(max_batch_size)
-        self._runtime = runtime or OrtRuntime(self.bundle, threads, slots)
+        self._runtime = runtime or _open_runtime(self.bundle, threads, slots)
         check_unchanged(self.bundle)
         self._max_queue = max_queue
         self._decoder = Decoder(self.bundle, self._runtime, max_queue, slots)

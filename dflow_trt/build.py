@@ -8,12 +8,11 @@ import errno
 import fcntl
 import importlib.metadata
 import os
-import re
 import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -26,7 +25,9 @@ from dflow_trt.checkpoint.drafter import DrafterCheckpoint, read_drafter
 from dflow_trt.checkpoint.names import EMBEDDING, HEAD
 from dflow_trt.checkpoint.target import TargetCheckpoint, read_target
 from dflow_trt.checkpoint.weights import Array, Weights
-from dflow_trt.compile import onnxruntime as backend
+from dflow_trt.compile import onnxruntime
+from dflow_trt.compile.backends import choose_backend
+from dflow_trt.compile.base import Backend, EngineOptions
 from dflow_trt.errors import UserError
 from dflow_trt.graphs import store
 from dflow_trt.graphs.blocks import Vocabulary, dead_columns
@@ -35,7 +36,7 @@ from dflow_trt.graphs.context import build_context
 from dflow_trt.graphs.drafter import build_drafter
 from dflow_trt.graphs.relay import RELAY_LOWERING, build_relay
 from dflow_trt.graphs.target import build_target
-from dflow_trt.memory import show_bytes
+from dflow_trt.memory import plan_memory, show_bytes, unbuilt
 from dflow_trt.selfcheck import run_self_check
 from dflow_trt.spec import BuildSpec, DType, TargetSpec, WeightForm
 
@@ -70,22 +71,23 @@ class Silent:
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """What a user may choose; None takes the default that fits the models. Names follow trtllm-build."""
+    """What a user may choose; None takes the default that fits the models or the backend. Names follow trtllm-build."""
 
-    backend: str = backend.NAME
-    dtype: DType = "float32"
+    backend: str = onnxruntime.NAME
+    dtype: DType | None = None
     max_batch_size: int = DEFAULT_BATCH
     max_input_len: int | None = None
     max_seq_len: int | None = None
     max_num_tokens: int | None = None
     target_weights: WeightForm = "float"
-    draft_weights: WeightForm = "int8"
+    draft_weights: WeightForm | None = None
     draft_logits: bool = False
+    engine: EngineOptions = field(default_factory=EngineOptions)
 
 
 @dataclass(frozen=True)
 class DrafterSource:
-    """A drafter folder and the name that requests give it (None: by what it is, dflash or dflow)."""
+    """A drafter folder and the name that requests give it (None: by what it is, e.g. dflash or dflow)."""
 
     path: Path
     name: str | None = None
@@ -111,17 +113,22 @@ def build_bundle(
     _remove_leftovers(output)
     _check_output(output, force)
     source = read_target(target)
-    drafts = _read_drafters(drafters, source.spec)
-    spec = _build_spec(options, source.spec, max((d.spec.block_size for d in drafts), default=1))
-    backend.check(spec, source.spec)
+    drafts = read_drafters(drafters, source.spec)
+    backend = choose_backend(options.backend, options.engine)
+    spec = build_spec(options, backend, source.spec, max((d.spec.verify_rows for d in drafts), default=1))
+    _check_mode(backend, self_check)
+    backend.check(spec, source.spec, [draft.spec for draft in drafts])
     estimate = estimate_bytes(source, drafts, spec)
-    _check_disk(output, estimate)
+    _check_disk(output, estimate + _compiled_bytes(source.spec, drafts, spec))
     with _staged(output) as folder:
         report.stage("weights", estimate)
-        writer = _Writer(folder, spec, source, drafts, report)
+        writer = _Writer(folder, spec, backend, source, drafts, report)
         bundle = writer.write()
         report.stage("self-check", None)
         result = run_self_check(bundle, source, drafts, self_check, report.note)
+        if backend.name != onnxruntime.NAME:
+            report.stage(f"{backend.name} engines", None)
+        bundle = backend.compile(bundle, report.note)
         write_manifest(dataclasses.replace(bundle, self_check=result))
         _put_in_place(folder, output, force)
     return open_bundle(output, verify=False)
@@ -136,7 +143,7 @@ def _resolved(output: Path) -> Path:
         raise UserError(f"--output: {str(output)!r} is no usable path; choose another folder") from None
 
 
-def _read_drafters(sources: Sequence[DrafterSource], target: TargetSpec) -> list[DrafterCheckpoint]:
+def read_drafters(sources: Sequence[DrafterSource], target: TargetSpec) -> list[DrafterCheckpoint]:
     drafts = [read_drafter(source.path, target, source.name) for source in sources]
     names = [draft.spec.name for draft in drafts]
     for name in names:
@@ -147,30 +154,35 @@ def _read_drafters(sources: Sequence[DrafterSource], target: TargetSpec) -> list
     return drafts
 
 
-def _build_spec(options: BuildOptions, target: TargetSpec, block_size: int) -> BuildSpec:
+def build_spec(options: BuildOptions, backend: Backend, target: TargetSpec, verify_rows: int) -> BuildSpec:
     seq = min(DEFAULT_SEQ, target.max_position) if options.max_seq_len is None else options.max_seq_len
     max_input = min(DEFAULT_INPUT, seq - 1) if options.max_input_len is None else options.max_input_len
-    lowest = options.max_batch_size * block_size
+    lowest = options.max_batch_size * verify_rows
     tokens = max(DEFAULT_TOKENS, lowest) if options.max_num_tokens is None else options.max_num_tokens
     _check_range("--max-batch-size", options.max_batch_size, 1, MAX_BATCH)
     _check_range("--max-seq-len", seq, 2, target.max_position, "the target's max_position_embeddings")
     _check_range("--max-input-len", max_input, 1, seq - 1, "max_seq_len - 1")
-    _check_range(
-        "--max-num-tokens", tokens, lowest, None, f"max_batch_size {options.max_batch_size} x block {block_size}"
-    )
-    if options.backend != backend.NAME:
-        raise UserError(f"--backend: {options.backend!r} is not offered; allowed: {backend.NAME}")
+    why = f"max_batch_size {options.max_batch_size} x {verify_rows} rows of a verify pass"
+    _check_range("--max-num-tokens", tokens, lowest, None, why)
     return BuildSpec(
-        backend="onnxruntime",
-        dtype=options.dtype,
+        backend=backend.name,
+        dtype=options.dtype or backend.dtype,
         max_batch_size=options.max_batch_size,
         max_input_len=max_input,
         max_seq_len=seq,
         max_num_tokens=tokens,
         target_weights=options.target_weights,
-        draft_weights=options.draft_weights,
+        draft_weights=options.draft_weights or backend.draft_weights,
         draft_logits=options.draft_logits,
     )
+
+
+def _check_mode(backend: Backend, self_check: str) -> None:
+    if self_check == "full" and backend.name != onnxruntime.NAME:
+        raise UserError(
+            f"--self-check: full runs whole engines, those of {onnxruntime.NAME} alone; allowed on {backend.name}: "
+            "layer, off"
+        )
 
 
 def _check_range(flag: str, value: int, low: int, high: int | None, why: str = "") -> None:
@@ -198,8 +210,11 @@ def _check_output(output: Path, force: bool) -> None:
         raise UserError(f"--output: {output} also holds {foreign[0]!r}, no part of a bundle; move it or choose another")
 
 
+BUNDLE_SUFFIXES = (".onnx", ".data", c.ENGINE_SUFFIX, c.PLUGIN_SUFFIX)
+
+
 def _of_a_bundle(path: Path) -> bool:
-    return path.name in (c.MANIFEST, c.TOKENIZER_DIR) or path.suffix in (".onnx", ".data")
+    return path.name in (c.MANIFEST, c.TOKENIZER_DIR) or path.suffix in BUNDLE_SUFFIXES
 
 
 OLD = "-old"  # suffix of a replaced bundle until it is removed
@@ -300,53 +315,31 @@ def _check_disk(output: Path, estimate: int) -> None:
 
 
 def estimate_bytes(target: TargetCheckpoint, drafts: Sequence[DrafterCheckpoint], build: BuildSpec) -> int:
-    """Bytes that a build will write, from above: every weight in its engine's form, tables, tokenizer, graphs."""
-    item = {"float": NUMPY[build.dtype].itemsize, "int8": 1}
-    rows = build.cache_rows(max((draft.spec.block_size for draft in drafts), default=1))
-    layers = [name for name in target.weights.names() if name not in (EMBEDDING, HEAD)]
-    size = _vocabulary_bytes(target.spec, build, bool(drafts))
-    size += _stored(target.weights, layers, item[build.target_weights]) + _engine_bytes(target.spec, rows, 1)
-    for draft in drafts:
-        wide = [name for name in draft.weights.names() if name.startswith(_WIDE)]
-        narrow = [name for name in draft.weights.names() if name not in wide]
-        twice = [name for name in narrow if re.search(r"\.self_attn\.[kv]_", name)]  # in context and drafter
-        size += _stored(draft.weights, wide, 4) + _stored(draft.weights, narrow + twice, item[build.draft_weights])
-        size += _engine_bytes(dataclasses.replace(target.spec, stack=draft.spec.stack), rows, 2)
+    """Bytes that a build will write before anything is compiled, from above: data files, graphs and the tokenizer."""
+    bundle = unbuilt(target.spec, {draft.spec.name: draft.spec for draft in drafts}, build)
+    size = sum(entry.size for entry in bundle.files.values())
+    size += sum(_graph_bytes(contract, bundle.drafters.get(name or "")) for name, contract in bundle.contracts())
     return size + sum(path.stat().st_size for path in target.tokenizer_files)
 
 
-_WIDE = ("fc.", "relay_")  # float32 in every build
+def _graph_bytes(contract: c.EngineContract, entry: DrafterEntry | None) -> int:
+    """An engine's graph: it grows by the layer, and by the draft where a causal head chooses one after another."""
+    causal = contract.engine == c.DRAFTER and entry is not None and entry.spec.head is not None
+    drafts = contract.static["K"] if causal else 0
+    return GRAPH_BYTES + LAYER_GRAPH_BYTES * contract.cache_layers + DRAFT_GRAPH_BYTES * drafts
+
+
+def _compiled_bytes(target: TargetSpec, drafts: Sequence[DrafterCheckpoint], build: BuildSpec) -> int:
+    """Bytes of the engines that are compiled from the graphs, while those are still there; each holds its weights."""
+    if build.backend == onnxruntime.NAME:
+        return 0
+    bundle = unbuilt(target, {draft.spec.name: draft.spec for draft in drafts}, build)
+    return plan_memory(bundle).weights + ENGINE_CODE_BYTES * len(list(bundle.contracts()))
+
+
+ENGINE_CODE_BYTES = 16 << 20  # kernels, about
 GRAPH_BYTES, LAYER_GRAPH_BYTES = 32 << 10, 24 << 10  # an engine's graph, and what a layer adds to it
-
-
-def _vocabulary_bytes(spec: TargetSpec, build: BuildSpec, drafted: bool) -> int:
-    """The tables: embedding and head, the head in every form that some engine wants."""
-    forms = {build.target_weights} | ({build.draft_weights} if drafted else set())
-    columns, width = c.vocab_columns(spec.vocab_size), spec.stack.hidden_size
-    float_item = NUMPY[build.dtype].itemsize
-    shared = spec.tied_head and "float" in forms
-    size = columns * width * (float_item if shared else NUMPY[spec.checkpoint_dtype].itemsize)
-    if "float" in forms and not shared:
-        size += columns * width * float_item
-    if "int8" in forms:
-        size += columns * (width + 4)
-    return size + 4 * store.ALIGNMENT
-
-
-def _engine_bytes(spec: TargetSpec, cache_rows: int, engines: int) -> int:
-    """What engines hold beside weights: rotary tables, the mask of dead ids, the graphs."""
-    rope = 4 * cache_rows * spec.stack.head_dim
-    graph = GRAPH_BYTES + LAYER_GRAPH_BYTES * spec.stack.num_layers
-    return engines * (rope + graph + 3 * store.ALIGNMENT) + 4 * c.vocab_columns(spec.vocab_size)
-
-
-def _stored(weights: Weights, names: Sequence[str], item: int) -> int:
-    """Bytes of tensors with ``item`` bytes an element of a matrix; vectors stay float32, scales come with int8."""
-    size = 0
-    for name in names:
-        rows, *rest = weights.shape(name)
-        size += rows * (int(np.prod(rest)) * item + 4) + store.ALIGNMENT if rest else 4 * rows + store.ALIGNMENT
-    return size
+DRAFT_GRAPH_BYTES = 8 << 10  # what a draft of a causal head adds
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -359,6 +352,7 @@ class _Writer:
         self,
         folder: Path,
         build: BuildSpec,
+        backend: Backend,
         target: TargetCheckpoint,
         drafts: Sequence[DrafterCheckpoint],
         report: Report,

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -19,6 +19,7 @@ from dflow_trt import contract as c
 from dflow_trt.errors import UserError
 from dflow_trt.spec import (
     AUTOREGRESSIVE,
+    BackendName,
     BuildSpec,
     DrafterSpec,
     TargetSpec,
@@ -37,6 +38,15 @@ class FileEntry:
 
     sha256: str
     size: int
+
+
+@dataclass(frozen=True)
+class EngineEntry:
+    """How an engine was compiled: seconds and peak resident bytes of its builder, and the C++ plugins inside it."""
+
+    build_seconds: float
+    builder_memory: int
+    plugins: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -59,7 +69,10 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Bundle:
-    """A bundle on disk. ``taps`` are the layers packed in ``hidden``, the union of all drafters' taps."""
+    """A bundle on disk. ``taps`` are the layers packed in ``hidden``, the union of all drafters' taps.
+
+    engines: by file; empty where the graph files themselves are the engines.
+    """
 
     path: Path
     target: TargetSpec
@@ -69,6 +82,7 @@ class Bundle:
     files: Mapping[str, FileEntry]
     built_with: Mapping[str, str]
     self_check: Mapping[str, Any]
+    engines: Mapping[str, EngineEntry] = field(default_factory=dict)
 
     @property
     def specs(self) -> tuple[DrafterSpec, ...]:
@@ -79,13 +93,13 @@ class Bundle:
         return c.packed_taps(self.specs)
 
     @property
-    def block_size(self) -> int:
-        """The largest block of the drafters; 1 where there are none."""
-        return max((spec.block_size for spec in self.specs), default=1)
+    def verify_rows(self) -> int:
+        """The most rows of one request in a verify pass; 1 where there are no drafters."""
+        return max((spec.verify_rows for spec in self.specs), default=1)
 
     @property
     def cache_rows(self) -> int:
-        return self.build.cache_rows(self.block_size)
+        return self.build.cache_rows(self.verify_rows)
 
     @property
     def tokenizer_path(self) -> Path | None:
@@ -104,8 +118,8 @@ class Bundle:
 
     @property
     def default_strategy(self) -> str:
-        """A drafter with relay if there is one, else any drafter, else plain decoding."""
-        ranked = sorted(self.specs, key=lambda spec: spec.relay is None)
+        """A drafter with relay if there is one, else any drafter, with a head if one has it; else plain decoding."""
+        ranked = sorted(self.specs, key=lambda spec: (spec.relay is None, spec.head is None))
         return ranked[0].name if ranked else AUTOREGRESSIVE
 
     def strategy(self, name: str | None) -> Strategy:
@@ -124,13 +138,27 @@ class Bundle:
             yield name, c.relay_contract(spec)
             yield name, c.drafter_contract(spec, self.cache_rows, self.build.draft_logits)
 
-    def engine_path(self, engine: str, drafter: str | None) -> Path:
+    def graph_path(self, engine: str, drafter: str | None) -> Path:
         return self.path / engine_file(engine, drafter)
+
+    def engine_path(self, engine: str, drafter: str | None) -> Path:
+        """What the runtime loads: the graph itself on ONNX Runtime, a compiled engine elsewhere."""
+        graph = self.graph_path(engine, drafter)
+        return graph if self.build.backend == "onnxruntime" else graph.with_suffix(c.ENGINE_SUFFIX)
 
 
 def engine_file(engine: str, drafter: str | None) -> str:
     """The file of an engine's graph; its weights lie beside it with the suffix .data."""
     return f"{drafter}.{engine}.onnx" if drafter else f"{engine}.onnx"
+
+
+def check_backend(bundle: Bundle, *runs: BackendName) -> None:
+    """UserError where a runtime, which runs engines of these backends, is given a bundle of another."""
+    if bundle.build.backend not in runs:
+        raise UserError(
+            f"{bundle.path}: its engines are for {bundle.build.backend}, this runtime runs {' and '.join(runs)}; open "
+            f"it with LLM(bundle), which takes the right one, or build it again with --backend {runs[0]}"
+        )
 
 
 def write_manifest(bundle: Bundle) -> None:
@@ -144,6 +172,7 @@ def write_manifest(bundle: Bundle) -> None:
         },
         "build": to_json(bundle.build),
         "self_check": dict(bundle.self_check),
+        "engines": {name: to_json(entry) for name, entry in sorted(bundle.engines.items())},
         "files": {name: to_json(entry) for name, entry in sorted(bundle.files.items())},
     }
     text = json.dumps(data | {"seal": _seal(data)}, indent=1) + "\n"
@@ -217,7 +246,7 @@ def _unfit(path: Path, found: str) -> UserError:
     return UserError(f"{path / c.MANIFEST}: {found}; build the bundle again")
 
 
-_FIELDS = ("format_version", "built_with", "target", "drafters", "build", "self_check", "files", "seal")
+_FIELDS = ("format_version", "built_with", "target", "drafters", "build", "self_check", "engines", "files", "seal")
 _DRAFTER_FIELDS = ("spec", "fingerprint", "target_fingerprint", "pairing")
 
 
@@ -247,7 +276,12 @@ def _from_json(path: Path, data: Mapping[str, Any]) -> Bundle:
         files={name: FileEntry(**entry) for name, entry in data["files"].items()},
         built_with=dict(data["built_with"]),
         self_check=dict(data["self_check"]),
+        engines={name: _engine_entry(entry) for name, entry in data["engines"].items()},
     )
+
+
+def _engine_entry(data: Mapping[str, Any]) -> EngineEntry:
+    return EngineEntry(**{**data, "plugins": tuple(data["plugins"])})
 
 
 def _check_types(bundle: Bundle) -> None:
@@ -257,6 +291,7 @@ def _check_types(bundle: Bundle) -> None:
         "target.fingerprint": (bundle.target_fingerprint, str),
         "build": (bundle.build, BuildSpec),
         **{f"drafters.{name}": (entry, DrafterEntry) for name, entry in bundle.drafters.items()},
+        **{f"engines.{name}": (entry, EngineEntry) for name, entry in bundle.engines.items()},
         **{f"files.{name}": (entry, FileEntry) for name, entry in bundle.files.items()},
     }
     for where, (value, kind) in parts.items():
@@ -301,7 +336,7 @@ def _check_files(bundle: Bundle, verify: bool) -> None:
     for name in bundle.files:
         if not _inside(name) or not (bundle.path / name).resolve().is_relative_to(bundle.path.resolve()):
             raise _unfit(bundle.path, f"file {name!r} is outside the bundle")
-    needed = [engine_file(contract.engine, drafter) for drafter, contract in bundle.contracts()]
+    needed = [bundle.engine_path(contract.engine, drafter).name for drafter, contract in bundle.contracts()]
     for name in needed:
         if name not in bundle.files:
             raise _unfit(bundle.path, f"engine {name} is not listed")

@@ -1,1 +1,1 @@
-"""From a graph to an engine, one module a backend."""
+"""Graphs in, engines out: one module a backend, all behind :class:`dflow_trt.compile.base.Backend`."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from dflow_trt.bundle import Bundle
+from dflow_trt.compile.base import Note
 from dflow_trt.errors import UserError
 from dflow_trt.graphs.builder import Lowering
-from dflow_trt.spec import BuildSpec, DType, TargetSpec
+from dflow_trt.spec import BackendName, BuildSpec, DrafterSpec, DType, TargetSpec, WeightForm
 
-NAME = "onnxruntime"
+NAME: BackendName = "onnxruntime"
 SUPPORTED: tuple[DType, ...] = ("float32",)
 MAX_HEAD_DIM = 128  # longer products are summed in an order that depends on the cache length: not lossless
 
@@ -23,10 +27,21 @@ def check(build: BuildSpec, target: TargetSpec) -> None:
         )
 
 
-def target_lowering(build: BuildSpec) -> Lowering:
-    return Lowering(build.dtype, build.target_weights, "fold")
+class OnnxRuntime:
+    """See :class:`dflow_trt.compile.base.Backend`."""
 
+    name = NAME
+    dtype: DType = "float32"
+    draft_weights: WeightForm = "int8"
 
-def draft_lowering(build: BuildSpec) -> Lowering:
-    """Of the drafter and of the context's key/value projections."""
-    return Lowering(build.dtype, build.draft_weights, "fold")
+    def check(self, build: BuildSpec, target: TargetSpec, drafters: Sequence[DrafterSpec]) -> None:
+        check(build, target)
+
+    def target_lowering(self, build: BuildSpec) -> Lowering:
+        return Lowering(build.dtype, build.target_weights, "fold")
+
+    def draft_lowering(self, build: BuildSpec) -> Lowering:
+        return Lowering(build.dtype, build.draft_weights, "fold")
+
+    def compile(self, bundle: Bundle, note: Note) -> Bundle:
+        return bundle

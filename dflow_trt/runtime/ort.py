@@ -16,7 +16,7 @@ import numpy as np
 import onnxruntime as ort
 
 from dflow_trt import contract as c
-from dflow_trt.bundle import Bundle
+from dflow_trt.bundle import Bundle, check_backend
 from dflow_trt.errors import UserError
 from dflow_trt.runtime.base import Array
 from dflow_trt.spec import DrafterSpec
@@ -48,6 +48,7 @@ class OrtRuntime:
         slots: int | None = None,
         engines: Sequence[str] = (c.TARGET, *c.DRAFT_ENGINES),
     ) -> None:
+        check_backend(bundle, "onnxruntime")
         self.slots = slots or bundle.build.max_batch_size
         wanted = (item for item in bundle.contracts() if item[1].engine in engines)
         self._contracts = {(contract.engine, name): contract for name, contract in wanted}
@@ -60,7 +61,7 @@ class OrtRuntime:
         self._scratch: dict[str, Array] = {}
         self._h: dict[str, Array] = {}
         self.caches = {key: self._cache(contract) for key, contract in self._contracts.items()}
-        self.pending = {spec.name: _pending(self.slots, spec) for spec in bundle.specs}
+        self.pending = {spec.name: _pending(self.slots, spec) for spec in bundle.specs if spec.relay}
         self._share_drafter_caches()
 
     def _cache(self, contract: c.EngineContract) -> list[Array]:
@@ -202,7 +203,13 @@ def _session_options(threads: int) -> Any:
     # Every engine has threads of its own. Left to spin after a call, they take the cores from the next engine: with two
     # threads a round of four engines took 99 ms instead of 35.
     options.add_session_config_entry("session.force_spinning_stop", "1")
+    exact_int8(options)
     return options
+
+
+def exact_int8(options: Any) -> None:
+    """Keep int8 products exact on CPUs without VNNI, whose fastest instructions saturate; no change on the others."""
+    options.add_session_config_entry("session.x64quantprecision", "1")
 
 
 def _session(bundle: Bundle, key: Key, options: Any) -> Any:

@@ -158,12 +158,32 @@ def test_threads_of_an_engine_rest_while_another_works(plain: Pair, monkeypatch:
     assert {options.get_session_config_entry("session.force_spinning_stop") for options in made} == {"1"}
 
 
-def test_the_shipped_relay_pays_on_held_out_prompts(example: Pair, example_prompts: list[dict[str, Any]]) -> None:
+def shipped(folder: Path, name: str, way: str) -> tuple[np.ndarray, np.ndarray]:
+    """Rounds and emitted tokens of each held-out prompt, as the shipped drafter's training counted them."""
+    record = json.loads((folder / name / "training.json").read_text())
+    rounds, emitted, _ = np.array(record["held_out"][way]).T
+    return rounds, emitted
+
+
+def bootstrap(rounds: np.ndarray, emitted: np.ndarray) -> tuple[float, float]:
+    """99 % of tau over resampled prompts."""
+    chosen = np.random.default_rng(0).integers(0, len(rounds), (2000, len(rounds)))
+    low, high = np.quantile(emitted[chosen].sum(1) / rounds[chosen].sum(1), [0.005, 0.995])
+    return float(low), float(high)
+
+
+def test_the_shipped_pair_keeps_its_tau_and_its_relay_pays(
+    example: Pair, example_folder: Path, example_prompts: list[dict[str, Any]]
+) -> None:
     with LLM(example.bundle, threads=1) as llm:
-        params = SamplingParams(max_tokens=160)
-        tau = {}
-        for strategy in ("dflow", "dflow-norelay"):
+        params, tau = SamplingParams(max_tokens=160), {}
+        for strategy in ("dflow", "dflow-norelay", "dflash"):
             stats = [output.stats for output in llm.generate(example_prompts[:60], params, strategy=strategy)]
             tau[strategy] = sum(s.emitted for s in stats) / sum(s.rounds for s in stats)
-    assert tau["dflow"] >= 2.5
+    for strategy, way in (("dflow", "greedy"), ("dflow-norelay", "relay_off"), ("dflash", "greedy")):
+        rounds, emitted = shipped(example_folder, strategy.removesuffix("-norelay"), way)
+        low, high = bootstrap(rounds[:60], emitted[:60])
+        assert low <= tau[strategy] <= high, strategy
+    assert tau["dflow"] >= 3.5
     assert tau["dflow"] > tau["dflow-norelay"]
+    assert tau["dflow"] > tau["dflash"]

@@ -66,12 +66,29 @@ def test_two_drafters_with_other_taps_share_a_bundle(models: Path, tmp_path: Pat
     bundle = run(models, tmp_path / "bundle", "flash", "flow", self_check="full")
     assert bundle.taps == (1, 0, 2)
     assert list(bundle.strategies) == ["ar", "dflash", "dflow", "dflow-norelay"]
-    assert bundle.block_size == 8
+    assert bundle.verify_rows == 8
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     with LLM(bundle, threads=1) as llm:
         texts = {name: llm.generate("w1 w2 w3", params, strategy=name)[0].token_ids for name in bundle.strategies}
     assert len(set(texts.values())) == 1, texts
     assert names(tmp_path) == ["bundle"]
+
+
+def test_a_shifted_head_takes_a_row_more_than_its_block(models: Path, tmp_path: Path) -> None:
+    """A verify pass of nine rows for a block of eight; the margin of the caches is just used up at the last token."""
+    config = json.loads((models / "target" / "config.json").read_text())
+    make_drafter(tmp_path / "shifted", config, domino={"shift_label": True})
+    source = [DrafterSource(tmp_path / "shifted")]
+    with pytest.raises(UserError, match=r"--max-num-tokens: 64; allowed: at least 72 \(max_batch_size 8 x 9 rows of"):
+        build_bundle(models / "target", source, tmp_path / "bundle", BuildOptions(max_num_tokens=64))
+    options = BuildOptions(max_seq_len=120, max_input_len=4, max_num_tokens=72)
+    bundle = build_bundle(models / "target", source, tmp_path / "bundle", options)
+    assert (bundle.verify_rows, bundle.cache_rows) == (9, 192)
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+    with LLM(bundle, threads=1) as llm:
+        wanted, found = (llm.generate("w1 w2 w3 w4", params, strategy=name)[0] for name in ("ar", "domino"))
+    assert found.token_ids == wanted.token_ids
+    assert len(found.token_ids) == 116
 
 
 def test_a_second_build_is_byte_equal(models: Path, tmp_path: Path) -> None:
@@ -157,15 +174,23 @@ ESTIMATES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("drafted", [True, False], ids=["drafted", "alone"])
+DRAFTED: dict[str, dict[str, Any] | None] = {
+    "drafted": {"relay": True},
+    "with a causal head": {"domino": {"shift_label": True}, "block_size": 16},
+    "alone": None,
+}
+
+
+@pytest.mark.parametrize("drafted", DRAFTED)
 @pytest.mark.parametrize("name", ESTIMATES)
-def test_the_estimate_is_a_close_upper_bound(tmp_path: Path, name: str, drafted: bool) -> None:
-    settings, options = ESTIMATES[name]
+def test_the_estimate_is_a_close_upper_bound(tmp_path: Path, name: str, drafted: str) -> None:
+    (settings, options), keys = ESTIMATES[name], DRAFTED[drafted]
     config = make_target(tmp_path / "target", **settings)
-    make_drafter(tmp_path / "drafter", config, relay=True)
-    bundle = run(tmp_path, tmp_path / "bundle", *(["drafter"] if drafted else []), **options)
+    if keys is not None:
+        make_drafter(tmp_path / "drafter", config, **keys)
+    bundle = run(tmp_path, tmp_path / "bundle", *(["drafter"] if keys is not None else []), **options)
     target = read_target(tmp_path / "target")
-    drafts = [read_drafter(tmp_path / "drafter", target.spec)] if drafted else []
+    drafts = [read_drafter(tmp_path / "drafter", target.spec)] if keys is not None else []
     estimate = estimate_bytes(target, drafts, bundle.build)
     written = sum(entry.size for entry in bundle.files.values())
     assert written <= estimate <= 1.6 * written, estimate / written

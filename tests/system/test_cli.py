@@ -149,7 +149,7 @@ def test_a_drafter_folder_may_have_an_equals_sign_in_its_name(dflow: Run, models
         (["--max-seq-len", "0"], ["--max-seq-len: 0"]),
         (["--max-input-len", "0"], ["--max-input-len: 0"]),
         (["--max-input-len", "64", "--max_seq_len", "64"], ["--max-input-len: 64; allowed: 1 to 63"]),
-        (["--max-num-tokens", "7"], ["--max-num-tokens: 7; allowed: at least 64", "max_batch_size 8 x block 8"]),
+        (["--max-num-tokens", "7"], ["--max-num-tokens: 7; allowed: at least 64 (max_batch_size 8 x 8 rows"]),
         (["--max-num-tokens", "0"], ["--max-num-tokens: 0"]),
         (["--backend", "tensorflow"], ["--backend", "'tensorflow'", "onnxruntime"]),
         (["--dtype", "bfloat16"], ["--dtype: bfloat16"]),
@@ -220,6 +220,15 @@ def test_inspect_shows_engines_tensors_and_files(dflow: Run, bundle: Path) -> No
     for name in open_bundle(bundle).files:
         assert name in result.stdout
     assert "…" not in result.stdout
+
+
+def test_inspect_names_a_causal_head(dflow: Run, models: Path, tmp_path: Path) -> None:
+    config = json.loads((models / "target" / "config.json").read_text())
+    make_drafter(tmp_path / "draft", config, domino={"shift_label": True, "pure_draft_prefix_len": 1})
+    flags = ["--drafter", tmp_path / "draft", "--output", tmp_path / "bundle", "--self-check", "off"]
+    assert "strategies: ar, domino" in dflow("build", "--target", models / "target", *flags).stdout
+    head = "Domino head from draft 2 on (state 24, rank 20, shifted slots)"
+    assert f"block 8, taps 0, 1, no relay, {head}" in dflow("inspect", tmp_path / "bundle").stdout
 
 
 def test_inspect_json_is_the_manifest_and_more(dflow: Run, bundle: Path) -> None:
@@ -368,7 +377,7 @@ def test_without_tokenizer_token_ids_are_printed(dflow: Run, models: Path, tmp_p
 
 
 def test_limit_and_repeated_prompts_keep_their_order(dflow: Run, bundle: Path, tmp_path: Path) -> None:
-    (tmp_path / "p.jsonl").write_text('\ufeff{"prompt": "w4", "id": 7}\n\n{"prompt": "w5"}\n{"prompt": "w6"}\n')
+    (tmp_path / "p.jsonl").write_text('\ufeff{"prompt": "w4", "id": 7}\n{"prompt": "w5"}\n{"prompt": "w6"}\n\n')
     base = ["generate", bundle, "-p", "w1", "-p", "w2", "--prompts", tmp_path / "p.jsonl", "--json", *SHORT]
 
     def prompts(*more: str) -> list[str]:
@@ -395,7 +404,8 @@ LINES = [
     ("\n \n", "holds no prompt"),
     ("not json", "line 1: no JSON"),
     ('{"prompt": "w1"}\n{"prompt": ', "line 2: no JSON"),
-    ('{"prompt": "w1"}\n\n[]', "line 3: needs exactly one of prompt, messages, prompt_token_ids"),
+    ('{"prompt": "w1"}\n\n{"prompt": "w1"}', "line 2: empty; remove the line, or write a prompt there"),
+    ('{"prompt": "w1"}\n[]', "line 2: needs exactly one of prompt, messages, prompt_token_ids"),
     ('"w1"', "line 1: needs exactly one of"),
     ("null", "line 1: needs exactly one of"),
     ('{"text": "w1"}', "line 1: needs exactly one of"),

@@ -17,7 +17,7 @@ ROOT = Path(dflow_trt.__file__).resolve().parent
 # Each unit (a module, or a folder of them) imports from layers below its own, and from those listed beside it.
 LAYERS: list[dict[str, set[str]]] = [
     {"errors": set(), "spec": set()},
-    {"contract": set()},
+    {"contract": set(), "files": set()},
     {
         "checkpoint": set(),
         "graphs": {"checkpoint", "rope"},
@@ -27,7 +27,7 @@ LAYERS: list[dict[str, set[str]]] = [
         "text": set(),
     },
     {
-        "compile": set(),
+        "compile": {"runtime"},  # how TensorRT is loaded, and what its engines look like
         "runtime": set(),
         "request": set(),
         "decode": {"request", "runtime"},
@@ -42,8 +42,11 @@ LAYERS: list[dict[str, set[str]]] = [
         "profiling": {"api", "prompts"},
         "prompts": set(),
         "example": set(),
+        "plan": {"build"},
+        "trtllm": set(),
     },
-    {"cli": {"console"}, "console": set()},
+    {"cli": {"console", "doctor"}, "console": set(), "doctor": set()},
+    {"__main__": set()},
 ]
 RANK = {unit: rank for rank, layer in enumerate(LAYERS) for unit in layer}
 BESIDE = {unit: beside for layer in LAYERS for unit, beside in layer.items()}
@@ -57,7 +60,7 @@ NARROW: dict[str, tuple[set[str], set[str]]] = {
     "rope": ({"spec"}, {"numpy"}),
     "request": ({"bundle", "method"}, set()),
     "training": (
-        {"errors", "spec"},
+        {"errors", "files", "spec"},
         {"numpy", "safetensors", "torch", "transformers", "accelerate", "rich", "tokenizers"},
     ),
 }
@@ -68,6 +71,7 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     "accelerate": ("training/",),
     "tensorrt": ("compile/tensorrt", "runtime/trt"),
     "tensorrt_rtx": ("compile/tensorrt", "runtime/trt"),
+    "tensorrt_llm": (),
     "onnxruntime": ("compile/onnxruntime", "runtime/ort", "selfcheck"),
 }
 # What generating from a bundle never needs, directly or through others.
@@ -181,6 +185,7 @@ SYNTHETIC = {
     "training looks up": ("training/data.py", "from dflow_trt.build import build_bundle"),
     "tensorrt outside its places": ("runtime/ort.py", "import tensorrt as trt"),
     "tensorrt in the wrong unit": ("build.py", "import tensorrt"),
+    "TensorRT-LLM anywhere": ("trtllm/export.py", "import tensorrt_llm"),
     "onnxruntime in the loop": ("decode.py", "import onnxruntime"),
     "a unit without a layer": ("newcomer.py", ""),
     "types count as well": ("spec.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import dflow_trt.api"),
@@ -219,7 +224,7 @@ def test_the_api_loads_neither_torch_nor_transformers() -> None:
 
 
 def test_help_loads_no_numerics() -> None:
-    for arguments in (["--help"], ["build", "--help"], ["generate", "--help"]):
+    for arguments in (["--help"], *([name, "--help"] for name in ("build", "generate", "plan", "export-trtllm"))):
         run = f"from dflow_trt.cli import cli\ncli.main({arguments}, prog_name='dflow-trt', standalone_mode=False)"
         loaded = loaded_by(run)
         assert "click" in loaded
