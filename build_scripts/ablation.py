@@ -227,10 +227,16 @@ def plot_curves(output: Path, seeds: Sequence[int]) -> None:
         if row.source is None or not have:
             continue
         found = [_figures(output, name, seed) for seed in have]
-        steps = [int(step) for step in found[0]["tau_by_step"]]
-        taus = np.mean([[at["tau_emitted"] for at in one["tau_by_step"].values()] for one in found], axis=0)
+        common = set.intersection(*(set(one["tau_by_step"]) for one in found))
+        steps = sorted(common, key=int)
+        taus = np.mean([[one["tau_by_step"][step]["tau_emitted"] for step in steps] for one in found], axis=0)
         cost = np.mean([one["training_cpu_seconds"] for one in found])
-        axes.plot([step / steps[-1] * cost for step in steps], taus, marker=".", label=row.title)
+        axes.plot(
+            [int(step) / int(steps[-1]) * cost for step in steps],
+            taus,
+            marker=".",
+            label=f"{row.title}, seeds: {len(have)}",
+        )
     axes.set_xlabel("processor seconds of the second stage")
     axes.set_ylabel("tokens a round, T = 0")
     axes.legend(fontsize=7)

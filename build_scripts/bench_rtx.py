@@ -53,7 +53,7 @@ def _figures(built: dict[str, Any]) -> dict[str, dict[str, float]]:
             "size": manifest["files"][name]["size"],
             "memory": entry["builder_memory"],
         }
-        for name, entry in manifest["engines"].items()
+        for name, entry in manifest["compiled"].items()
     }
 
 

@@ -103,17 +103,27 @@ fetch() {
   rm "$requirements"
 }
 
+# All sources at once; each has a log of its own, for lines of two must not mix.
 compile() {
-  local nvcc=$1 headers=$2 library_root code=()
-  library_root=$(dirname "$(dirname "$(realpath "$nvcc")")")
+  local nvcc=$1 headers=$2 objects library_root architecture file pid code=() flags pids=() failed=0
   for architecture in "${architectures[@]}"; do
     code+=(-gencode "arch=compute_$architecture,code=sm_$architecture")
   done
-  "$nvcc" -std=c++17 -O3 -shared -cudart static \
-    -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra,-Wno-unknown-pragmas \
-    -Xlinker "--version-script=$root/plugins/exports.map" -Xptxas -v \
-    "${code[@]}" -gencode "arch=compute_$ptx,code=compute_$ptx" -isystem "$headers" -L "$library_root/lib" \
-    -o "$output" "$root"/plugins/*.cpp "$root"/plugins/kernels/*.cu
+  code+=(-gencode "arch=compute_$ptx,code=compute_$ptx")
+  flags=(-std=c++17 -O3 -Xptxas -v -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra,-Wno-unknown-pragmas
+    -isystem "$headers" "${code[@]}")
+  objects=$(mktemp -d)
+  for file in "$root"/plugins/*.cpp "$root"/plugins/kernels/*.cu; do
+    "$nvcc" "${flags[@]}" -c "$file" -o "$objects/${file##*/}.o" 2>"$objects/${file##*/}.log" &
+    pids+=($!)
+  done
+  for pid in "${pids[@]}"; do wait "$pid" || failed=1; done
+  cat "$objects"/*.log >&2
+  library_root=$(dirname "$(dirname "$(realpath "$nvcc")")")
+  [ "$failed" = 0 ] && "$nvcc" -shared -cudart static -Xlinker "--version-script=$root/plugins/exports.map" \
+    "${code[@]}" -L "$library_root/lib" -o "$output" "$objects"/*.o || failed=1
+  rm -r "$objects"
+  return "$failed"
 }
 
 check_architectures() {

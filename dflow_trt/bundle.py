@@ -71,7 +71,7 @@ class Strategy:
 class Bundle:
     """A bundle on disk. ``taps`` are the layers packed in ``hidden``, the union of all drafters' taps.
 
-    engines: by file; empty where the graph files themselves are the engines.
+    engines: how each was compiled ("compiled" in the manifest); empty where the graph files themselves are the engines.
     """
 
     path: Path
@@ -172,7 +172,7 @@ def write_manifest(bundle: Bundle) -> None:
         },
         "build": to_json(bundle.build),
         "self_check": dict(bundle.self_check),
-        "engines": {name: to_json(entry) for name, entry in sorted(bundle.engines.items())},
+        "compiled": {name: to_json(entry) for name, entry in sorted(bundle.engines.items())},
         "files": {name: to_json(entry) for name, entry in sorted(bundle.files.items())},
     }
     text = json.dumps(data | {"seal": _seal(data)}, indent=1) + "\n"
@@ -246,7 +246,7 @@ def _unfit(path: Path, found: str) -> UserError:
     return UserError(f"{path / c.MANIFEST}: {found}; build the bundle again")
 
 
-_FIELDS = ("format_version", "built_with", "target", "drafters", "build", "self_check", "engines", "files", "seal")
+_FIELDS = ("format_version", "built_with", "target", "drafters", "build", "self_check", "compiled", "files", "seal")
 _DRAFTER_FIELDS = ("spec", "fingerprint", "target_fingerprint", "pairing")
 
 
@@ -276,7 +276,7 @@ def _from_json(path: Path, data: Mapping[str, Any]) -> Bundle:
         files={name: FileEntry(**entry) for name, entry in data["files"].items()},
         built_with=dict(data["built_with"]),
         self_check=dict(data["self_check"]),
-        engines={name: _engine_entry(entry) for name, entry in data["engines"].items()},
+        engines={name: _engine_entry(entry) for name, entry in data["compiled"].items()},
     )
 
 
@@ -291,7 +291,7 @@ def _check_types(bundle: Bundle) -> None:
         "target.fingerprint": (bundle.target_fingerprint, str),
         "build": (bundle.build, BuildSpec),
         **{f"drafters.{name}": (entry, DrafterEntry) for name, entry in bundle.drafters.items()},
-        **{f"engines.{name}": (entry, EngineEntry) for name, entry in bundle.engines.items()},
+        **{f"compiled.{name}": (entry, EngineEntry) for name, entry in bundle.engines.items()},
         **{f"files.{name}": (entry, FileEntry) for name, entry in bundle.files.items()},
     }
     for where, (value, kind) in parts.items():

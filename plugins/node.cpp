@@ -109,7 +109,7 @@ void Node::check_types(DataType const* types) const {
   for (int32_t i = 0; i < num_inputs_; ++i) {
     if (allows(i, types[i], types[0])) continue;
     throw std::invalid_argument(name(i) + " is " + name_of(types[i]) + "; expected " +
-                                name_of(tensor(i).kind, i > 0 ? types[0] : DataType::kINT32));
+                                name_of(tensor(i).kind, types[0]));
   }
 }
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from dflow_trt.compile.engine import EngineJob, EngineResult
 from dflow_trt.compile.tensorrt import TensorRT, run_job
@@ -50,12 +52,13 @@ class TensorRTRTX(TensorRT):
         with tempfile.TemporaryDirectory() as place:
             for library in _libraries():
                 (Path(place) / library.name.partition(".so")[0]).with_suffix(".so").symlink_to(library)
-            return run_job(job, {"LD_LIBRARY_PATH": place})
+            paths = [place, os.environ.get("LD_LIBRARY_PATH", "")]
+            return run_job(job, {"LD_LIBRARY_PATH": os.pathsep.join(filter(None, paths))})
 
 
-def _offered(trt: object) -> list[str]:
+def _offered(trt: Any) -> list[str]:
     """Of SM75, .., SM120: "7.5", .., "12.0"."""
-    names = [name[2:] for name in trt.ComputeCapability.__members__ if name.startswith("SM")]  # type: ignore[attr-defined]
+    names = [name[2:] for name in trt.ComputeCapability.__members__ if name.startswith("SM")]
     return [f"{name[:-1]}.{name[-1]}" for name in names]
 
 

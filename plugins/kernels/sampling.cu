@@ -97,7 +97,7 @@ struct SampleArgs {
 
 // Grid: a block a draw, striding where there are more.
 template <class T>
-__global__ void __launch_bounds__(kSamplers) sample_kernel(__grid_constant__ SampleArgs const args) {
+__global__ void __launch_bounds__(kSamplers, 1) sample_kernel(__grid_constant__ SampleArgs const args) {
   __shared__ uint64_t shared[kBins + kSamplers];
   Block block(shared);
   for (int64_t i = blockIdx.x; i < args.count; i += gridDim.x) {
@@ -128,9 +128,12 @@ extern "C" __attribute__((visibility("default"))) int32_t dflow_sample(void cons
   SampleArgs const args{logits, draws, ids, columns, count, live};
   cudaStream_t const queue = static_cast<cudaStream_t>(stream);
   switch (static_cast<DType>(dtype)) {
-    case DType::kFloat32: return launch_for<float>(args, queue);
-    case DType::kFloat16: return launch_for<Half>(args, queue);
-    case DType::kBFloat16: return launch_for<BFloat16>(args, queue);
+    case DType::kFloat32:
+      return launch_for<float>(args, queue);
+    case DType::kFloat16:
+      return launch_for<Half>(args, queue);
+    case DType::kBFloat16:
+      return launch_for<BFloat16>(args, queue);
   }
   return cudaErrorInvalidValue;
 }

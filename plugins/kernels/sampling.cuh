@@ -1,7 +1,7 @@
 // One draw from a row of logits: temperature, top-k, min-p, top-p, then the inverse of the distribution in id order.
 //
-// Sums are of integers, so that they do not depend on who adds what first: a row gives the same token with any number of
-// threads, on any device, and whatever else is in the batch. A weight exp((score - peak) / temperature) becomes a
+// Sums are of integers, so that they do not depend on who adds what first: a row gives the same token with any number
+// of threads, on any device, and whatever else is in the batch. A weight exp((score - peak) / temperature) becomes a
 // multiple of 2^-e, where e is as large as the row's total allows; the exponential itself is in double precision.
 //
 // Scores are ranked by integer keys in their order, ties to the lowest id. What the filters leave is a Cut: all above a
@@ -15,7 +15,7 @@
 
 namespace dflow {
 
-// -- random numbers: Philox 4x64 with ten rounds, as numpy.random.Philox --------------------------------------------------
+// -- random numbers: Philox 4x64 with ten rounds, as numpy.random.Philox --
 
 DFLOW_HD uint64_t high_product(uint64_t a, uint64_t b) {
 #ifdef __CUDA_ARCH__
@@ -51,7 +51,7 @@ DFLOW_HD uint64_t random_bits(DflowDraw const& draw) {
   return philox.counter[0] >> 11;
 }
 
-// -- scores in their order ----------------------------------------------------------------------------------------------
+// -- scores in their order --
 
 inline constexpr uint32_t kKeyOfMinusInfinity = 0x007fffffU;
 inline constexpr uint32_t kKeyOfInfinity = 0xff800000U;
@@ -63,7 +63,9 @@ DFLOW_HD uint32_t key_of(float score) {
   return (bits >> 31) != 0 ? ~bits : bits | 0x80000000U;
 }
 
-DFLOW_HD float score_of(uint32_t key) { return bits_to_float((key >> 31) != 0 ? key & 0x7fffffffU : ~key); }
+DFLOW_HD float score_of(uint32_t key) {
+  return bits_to_float((key >> 31) != 0 ? key & 0x7fffffffU : ~key);
+}
 
 // All scores above a key, and the first `ties` of those that have it.
 struct Cut {
@@ -92,7 +94,7 @@ struct Weights {
   }
 };
 
-// -- one thread's part, and what a group of them shares -----------------------------------------------------------------
+// -- what threads share --
 //
 // A Group has: thread and threads; max(uint32_t) and sum(uint64_t) over its threads, the result given to all;
 // before(uint64_t), the sum over the threads before this one; from_owner(owns, value), the value of the one thread that
@@ -140,8 +142,8 @@ struct Reached {
   uint64_t left;  // what is still missing when all above the key is taken
 };
 
-// Down the ranking until the amounts that were passed come to `wanted`, which all of them do; eight bits of the key at a
-// time. amount(key): of each id. extra: as much again of the key extra.key.
+// Down the ranking until the amounts that were passed come to `wanted`, which all of them do; eight bits of the key at
+// a time. amount(key): of each id. extra: as much again of the key extra.key.
 template <class Group, class T, class Amount>
 DFLOW_HD Reached reach(Group& group, Row<T> const& row, uint64_t wanted, Cut extra, Amount amount) {
   uint32_t prefix = 0;
@@ -187,7 +189,9 @@ DFLOW_HD double scale_of(Group& group, Row<T> const& row, Cut cut, Weights weigh
 }
 
 // What a cut keeps of its own key, all together.
-DFLOW_HD uint64_t weight_of_ties(Cut cut, Weights const& weights) { return cut.ties * weights.of(cut.key); }
+DFLOW_HD uint64_t weight_of_ties(Cut cut, Weights const& weights) {
+  return cut.ties * weights.of(cut.key);
+}
 
 template <class Group, class T>
 DFLOW_HD uint64_t weight_of(Group& group, Row<T> const& row, Cut cut, Weights const& weights) {

@@ -1,5 +1,5 @@
-// Draws tokens from rows of logits where they lie, so that only ids leave the device. A C interface: the runtime calls it
-// without TensorRT, and tests call it without a GPU.
+// Draws tokens from rows of logits where they lie, so that only ids leave the device. A C interface: the runtime calls
+// it without TensorRT, and tests call it without a GPU.
 #pragma once
 
 #include <cstdint>

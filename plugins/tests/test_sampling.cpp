@@ -1,5 +1,5 @@
-// The arithmetic of a draw with one thread, for the tests in Python: they hold it against dflow_trt.method.sampling, and
-// the kernel with its many threads, which this library has too, against it.
+// The arithmetic of a draw with one thread, for the tests in Python: they hold it against dflow_trt.method.sampling,
+// and the kernel with its many threads, which this library has too, against it.
 #include "../kernels/sampling.cuh"
 
 namespace dflow {

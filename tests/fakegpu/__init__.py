@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from dflow_trt import contract as c
-from dflow_trt.bundle import Bundle, EngineEntry, FileEntry
+from dflow_trt.bundle import Bundle, EngineEntry, FileEntry, file_sha256
 from dflow_trt.compile.profiles import phases
 from dflow_trt.runtime import cuda as ours
 from fakegpu.cuda import make_cuda
@@ -45,6 +45,7 @@ def offer(gpu: Gpu, bundle: Bundle, version: str = "11.4", dtype: str = "float32
         gpu.graphs[path.read_bytes()] = path
     gpu.profiles, gpu.dtype = profiles(bundle), dtype
     plugin = bundle.path / PLUGIN
+    plugin.write_bytes(b"a library")
     gpu.creators[str(plugin)] = {f"{c.PLUGIN_DOMAIN}::{each.name}/{c.PLUGIN_VERSION}" for each in c.PLUGINS}
     backend, number = VERSIONS[version].split()
     notes = {backend: number, "gpu": gpu.name, "compute_capability": gpu.compute_capability}
@@ -53,7 +54,7 @@ def offer(gpu: Gpu, bundle: Bundle, version: str = "11.4", dtype: str = "float32
         bundle,
         build=dataclasses.replace(bundle.build, **build),
         built_with={**bundle.built_with, **notes},
-        files={**bundle.files, PLUGIN: FileEntry("0" * 64, 1)},
+        files={**bundle.files, PLUGIN: FileEntry(file_sha256(plugin), 9)},
     )
     plugins = {offered.engine_path(each.engine, name).name: each.plugins for name, each in bundle.contracts()}
     engines = {name: EngineEntry(1.0, 1, each) for name, each in plugins.items()}

@@ -87,6 +87,7 @@ class _Calls:
     def cudaMemcpy3DAsync(self, parameters: Any, stream: _Handle) -> None:
         assert parameters.kind.name == "cudaMemcpyDeviceToDevice"
         box = parameters.extent
+        assert min(box.width, box.height, box.depth) > 0, "a box of nothing"
         rows = [
             (self._row(parameters.dstPtr, box, y, z), self._row(parameters.srcPtr, box, y, z))
             for z in range(box.depth)

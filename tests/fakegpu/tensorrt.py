@@ -110,6 +110,9 @@ def make_tensorrt(gpu: Gpu, label: str, version: str) -> ModuleType:
 
         def deserialize_cuda_engine(self, serialized_engine: Any) -> ICudaEngine | None:
             gpu.events.append("deserialize")
+            if gpu.memory - gpu.used < len(serialized_engine):
+                self._logger.log(severity.ERROR, "[defaultAllocator] Cuda failure: out of memory")
+                return None
             if bytes(serialized_engine) not in gpu.graphs:
                 self._logger.log(severity.ERROR, "[deserialize] magic tag does not match")
                 return None

@@ -59,8 +59,8 @@ def test_neither_tensorrt_nor_the_cuda_runtime_is_linked() -> None:
     assert not re.search(r"nvinfer|tensorrt|cudart|libcuda", needed)
 
 
-NEEDED = ("bash", "cut", "dirname", "du", "env", "grep", "mkdir", "mktemp", "realpath", "rm")
-HOST_COMPILER = ("g++", "gcc", "as", "ld", "cat", "sh")
+NEEDED = ("bash", "cat", "cut", "dirname", "du", "env", "grep", "mkdir", "mktemp", "realpath", "rm")
+HOST_COMPILER = ("g++", "gcc", "as", "ld", "sh")
 
 
 @pytest.fixture

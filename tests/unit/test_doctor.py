@@ -34,7 +34,8 @@ def findings() -> dict[str, Finding]:
 
 def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "dflow_trt", "doctor", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
+    environment = {**os.environ, "COLUMNS": "200", **environment}  # a narrow table would break the words
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
 # -- looking -----------------------------------------------------------------------------------------------------------

@@ -164,10 +164,24 @@ def test_an_engine_with_another_hash_never_reaches_tensorrt(gpu: fakegpu.Gpu, bu
     assert "deserialize" not in gpu.events
 
 
+def test_a_plugin_library_with_another_hash_is_never_loaded(gpu: fakegpu.Gpu, bundle: Bundle) -> None:
+    (bundle.path / fakegpu.PLUGIN).write_bytes(b"another library")
+    assert re.search(r"libdflow_plugins\.so: sha256 [0-9a-f]{12}, dflow\.json says [0-9a-f]{12}; copy", refusal(bundle))
+    assert gpu.events == []
+
+
 def test_an_engine_that_tensorrt_cannot_load_is_refused_with_its_reason(gpu: fakegpu.Gpu, bundle: Bundle) -> None:
     del gpu.graphs[bundle.engine_path("relay", "dflow").read_bytes()]
     line = refusal(bundle)
     assert "dflow.relay.engine: TensorRT cannot load it ([deserialize] magic tag does not match); build" in line
+
+
+def test_an_engine_that_does_not_fit_is_refused_with_what_to_do(gpu: fakegpu.Gpu, bundle: Bundle) -> None:
+    gpu.memory = 1000
+    line = refusal(bundle)
+    assert (
+        "target.engine: TensorRT cannot load it ([defaultAllocator] Cuda failure: out of memory); free memory" in line
+    )
 
 
 def test_an_engine_with_other_tensors_is_refused(gpu: fakegpu.Gpu, bundle: Bundle) -> None:

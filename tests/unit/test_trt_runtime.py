@@ -281,7 +281,7 @@ def test_a_decoding_run_makes_few_graphs(build: Build, start: Start, gpu: fakegp
 # -- slots -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("a", "b", "rows"), [(0, 7, 100), (3, 2, 1), (6, 1, 256)])
+@pytest.mark.parametrize(("a", "b", "rows"), [(0, 7, 100), (3, 2, 1), (6, 1, 256), (4, 5, 0)])
 def test_a_swap_exchanges_rows_of_every_cache_and_all_of_pending_h(
     build: Build, start: Start, gpu: fakegpu.Gpu, a: int, b: int, rows: int
 ) -> None:

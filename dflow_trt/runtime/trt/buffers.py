@@ -29,7 +29,7 @@ ENGINE_DTYPES: dict[DType, np.dtype[np.generic]] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
 SHARED = (c.HIDDEN.name, c.NEXT_IDS.name, c.LOGITS.name, c.KV_INDEX.name)
-WORKSPACE = "workspace"
+WORKSPACE, DRAWS, DRAWN = "workspace", "draws", "drawn"
 
 
 def numpy_dtype(kind: c.Kind, dtype: DType) -> np.dtype[np.generic]:
@@ -107,13 +107,17 @@ class CacheBlock:
 
 @dataclass(frozen=True)
 class MemoryNeeds:
-    """Every block on the device with its bytes. weights: what the engines themselves hold, about."""
+    """Every block on the device with its bytes.
+
+    weights: what the engines themselves hold, about. record: bytes of a draw, 0 where none are made.
+    """
 
     contracts: Contracts
     limits: Limits
     dtype: DType
     weights: int
     workspace: int
+    record: int
 
     @property
     def caches(self) -> dict[str, CacheBlock]:
@@ -129,6 +133,8 @@ class MemoryNeeds:
         # Idle between calls, the workspace also serves an exchange of slots: it holds what one slot has in one tensor.
         pending = [pending_bytes(each) for each in self.contracts.values() if c.PENDING_H in each.inputs]
         least = max([ALIGNMENT, *pending, *(block.slot_bytes for block in self.caches.values())])
+        draws = self.limits.slots * self.limits.verify_rows if self.record else 0
+        sizes |= {DRAWS: draws * self.record, DRAWN: draws * 8} if draws else {}
         return sizes | {WORKSPACE: max(self.workspace, least)}
 
     def _tensors(self) -> dict[str, int]:
@@ -228,6 +234,8 @@ class Buffers:
 
     def exchange(self, name: str, a: int, b: int, rows: int) -> None:
         """Swap the first ``rows`` rows of two slots in every cache of a block."""
+        if rows == 0:
+            return  # two requests that wait for their first chunk
         block, address, spare = self.caches[name], self._blocks[name].address, self._blocks[WORKSPACE]
         step = spare.size // block.slot_bytes
         for first in range(0, block.tensors, step):

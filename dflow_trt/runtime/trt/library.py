@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dflow_trt import contract as c
-from dflow_trt.bundle import Bundle
+from dflow_trt.bundle import Bundle, file_sha256
 from dflow_trt.errors import UserError
 from dflow_trt.runtime import cuda
 
@@ -53,24 +53,19 @@ class Library:
     def deserialize(self, path: Path, sha256: str) -> Any:
         """The engine in a file whose content has that hash; UserError where it has not, or cannot be loaded."""
         content = path.read_bytes()
-        found = hashlib.sha256(content).hexdigest()
-        if found != sha256:
-            raise UserError(
-                f"{path}: sha256 {found[:12]}, {c.MANIFEST} says {sha256[:12]}; copy the bundle again or build it again"
-            )
+        _check_hash(path, hashlib.sha256(content).hexdigest(), sha256)
         engine = self._runtime.deserialize_cuda_engine(content)
         if engine is None:
-            raise UserError(f"{path}: TensorRT cannot load it ({self.last_words()}); build the bundle again")
+            full = any("memory" in line.lower() for line in self._log)
+            todo = (
+                "free memory on the GPU, or see `dflow-trt plan` and build anew" if full else "build the bundle again"
+            )
+            raise UserError(f"{path}: TensorRT cannot load it ({self.last_words()}); {todo}")
         return engine
 
     def last_words(self) -> str:
         """The newest error that TensorRT logged, as one line."""
         return self._log[-1] if self._log else "it gave no reason"
-
-    @property
-    def out_of_memory(self) -> bool:
-        """Whether TensorRT complained of that lately."""
-        return any("memory" in line.lower() for line in self._log)
 
 
 def import_tensorrt(backend: str) -> Any:
@@ -116,10 +111,20 @@ def _fits(built: Machine, found: Machine, hardware: str) -> bool:
     return same and (hardware == "same_compute_capability" or built.gpu in ("", found.gpu))
 
 
+def _check_hash(path: Path, found: str, wanted: str) -> None:
+    if found != wanted:
+        raise UserError(
+            f"{path}: sha256 {found[:12]}, {c.MANIFEST} says {wanted[:12]}; copy the bundle again or build it again"
+        )
+
+
 def plugin_path(bundle: Bundle) -> Path | None:
-    """The bundle's plugin library, if it has one."""
-    names = [name for name in bundle.files if name.endswith(c.PLUGIN_SUFFIX)]
-    return bundle.path / names[0] if names else None
+    """The bundle's plugin library, if it has one, checked by its hash: its code is about to be run."""
+    for name, entry in bundle.files.items():
+        if name.endswith(c.PLUGIN_SUFFIX):
+            _check_hash(bundle.path / name, file_sha256(bundle.path / name), entry.sha256)
+            return bundle.path / name
+    return None
 
 
 def load_plugin(trt: Any, bundle: Bundle) -> None:

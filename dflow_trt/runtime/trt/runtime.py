@@ -20,8 +20,11 @@ from dflow_trt import contract as c
 from dflow_trt.bundle import Bundle, check_backend
 from dflow_trt.errors import UserError
 from dflow_trt.runtime.base import Array
-from dflow_trt.runtime.cuda import Box, CudaError, Graph, Place, Stream
+from dflow_trt.runtime.cuda import Box, CudaError, Event, Graph, Place, Stream
+from dflow_trt.runtime.draw import Draw
 from dflow_trt.runtime.trt.buffers import (
+    DRAWN,
+    DRAWS,
     WORKSPACE,
     Buffers,
     Key,
@@ -35,7 +38,8 @@ from dflow_trt.runtime.trt.buffers import (
     staged,
 )
 from dflow_trt.runtime.trt.engine import Engine, EngineError
-from dflow_trt.runtime.trt.library import Library
+from dflow_trt.runtime.trt.library import Library, plugin_path
+from dflow_trt.runtime.trt.sampler import RECORD, DeviceSampler, load_entry, record
 from dflow_trt.runtime.trt.shapes import Limits, Padded, Shape, Sizes, dynamic_sizes, padded, shape_of
 
 MAX_CALLS = 512  # call shapes kept with their graphs; the graph of a deep engine takes some hundred kilobytes
@@ -45,7 +49,7 @@ MAX_CALLS = 512  # call shapes kept with their graphs; the graph of a deep engin
 class _Call:
     """One padded call shape of one engine: what is bound where, and the graph once there is one.
 
-    inputs: pinned arrays, the first ``staged_bytes`` of the engine's stage.
+    inputs: pinned arrays, the first ``staged_bytes`` of the engine's stage. spare_row: where padding rows are written.
     """
 
     key: Key
@@ -55,21 +59,20 @@ class _Call:
     addresses: Mapping[str, int]
     inputs: Mapping[str, Array]
     staged_bytes: int
+    spare_row: int
     graph: Graph | None = None
 
-    def fill(self, slots: range, feeds: Mapping[str, Array], cache_rows: int) -> None:
+    def fill(self, slots: range, feeds: Mapping[str, Array]) -> None:
         """The feeds, padded: :mod:`dflow_trt.runtime.trt.shapes` says where padding rows stand and write."""
         first = slots.start - self.padded.window.start
         live = slice(first, first + len(slots))
         for name, array in self.inputs.items():
             if name == c.POSITION_IDS.name:
-                array[...] = 0
-                array[live] = feeds[name][:, :1]
-                array += np.arange(array.shape[1])
-                continue
-            rows = self.inputs[c.POSITION_IDS.name].shape[1] if name == c.WRITE_INDEX.name else 0
-            array[...] = cache_rows - rows if rows else 0
-            array[(live, *map(slice, feeds[name].shape[1:]))] = feeds[name]
+                array[...] = np.arange(array.shape[1])
+                array[live] += feeds[name][:, :1]
+            else:
+                array[...] = self.spare_row if name == c.WRITE_INDEX.name else 0
+                array[(live, *map(slice, feeds[name].shape[1:]))] = feeds[name]
 
 
 class TrtRuntime:
@@ -87,12 +90,15 @@ class TrtRuntime:
         self._calls: OrderedDict[Any, _Call] = OrderedDict()
         self._uncaptured: set[Key] = set()
         self._left: dict[str, Padded] = {}  # how the last context call of a drafter lies in its h
+        self._passed: Padded | None = None  # and the last target call in the logits
         with ExitStack() as owned:
             library = Library(bundle)
+            self._sampler = self._load_sampler()
             self._stream = owned.enter_context(Stream())
             self._engines = {key: self._load(library, key, owned) for key in self._contracts}
             self.buffers = owned.enter_context(closing(Buffers(self._needs(), self._stream)))
             self._stages = {key: Stage(self.buffers, key, each, owned) for key, each in self._contracts.items()}
+            self._drawn = owned.enter_context(Event())
             self._start()
             owned.callback(self._drop_calls)
             self._owned = owned.pop_all()
@@ -104,10 +110,18 @@ class TrtRuntime:
         owned.callback(engine.close)
         return engine
 
+    def _load_sampler(self) -> DeviceSampler | None:
+        """What draws on the device, where the plugin library can; without it logits are fetched."""
+        path, target = plugin_path(self._bundle), self._contracts[c.TARGET, None]
+        entry = load_entry(path) if path else None
+        live = self._bundle.target.live_vocab
+        return DeviceSampler(entry, self._bundle.build.dtype, target.static["V"], live) if entry else None
+
     def _needs(self) -> MemoryNeeds:
         weights = sum(entry.size for entry in self._bundle.files.values())
         workspace = max(engine.workspace_size for engine in self._engines.values())
-        return MemoryNeeds(self._contracts, self._limits, self._bundle.build.dtype, weights, workspace)
+        draws = RECORD.itemsize if self._sampler else 0
+        return MemoryNeeds(self._contracts, self._limits, self._bundle.build.dtype, weights, workspace, draws)
 
     def _start(self) -> None:
         """What is done once: profiles and workspace, and the cache rows 0..L-1, of which every call takes the first."""
@@ -129,13 +143,15 @@ class TrtRuntime:
         sizes = dynamic_sizes(self._contracts[key], {name: array.shape for name, array in feeds.items()})
         call, stage = self._call(key, slots, sizes), self._stages[key]
         stage.done.wait()
-        call.fill(slots, feeds, self._limits.cache_rows)
+        call.fill(slots, feeds)
         self._launch(call)
         for name in fetch:
             self._fetch_wide(call, name)
         stage.done.record(self._stream)
         if engine == c.CONTEXT:
             self._left[str(drafter)] = call.padded
+        elif engine == c.TARGET:
+            self._passed = call.padded
         if fetch:
             stage.done.wait()
         return [self._fetched(call, name, slots, sizes) for name in fetch]
@@ -163,6 +179,31 @@ class TrtRuntime:
     def close(self) -> None:
         """See :meth:`dflow_trt.runtime.base.Runtime.close`."""
         self._owned.close()
+
+    @property
+    def draws(self) -> bool:
+        """Whether :meth:`draw` can be called: the plugin library has the kernel."""
+        return self._sampler is not None
+
+    def draw(self, draws: Sequence[Draw]) -> Array:
+        """The tokens [n] that are drawn from the last target pass; its logits stay where they are.
+
+        See :mod:`dflow_trt.runtime.draw`. Valid until the next call of this method.
+        """
+        assert self._sampler is not None
+        assert self._passed is not None
+        window, width = self._passed.window, self._passed.sizes["R"]
+        host, ids = self.buffers.pinned(DRAWS), self.buffers.pinned(DRAWN)
+        rows = [(each.slot - window.start) * width + each.row for each in draws]
+        records = [record(each, row) for each, row in zip(draws, rows, strict=True)]
+        host.view(0, (len(draws),), RECORD)[:] = records
+        self._stream.copy_in(self.buffers[DRAWS], host, len(draws) * RECORD.itemsize)
+        logits, asked, drawn = (self.buffers[name].address for name in (c.LOGITS.name, DRAWS, DRAWN))
+        self._sampler.enqueue(logits, asked, len(draws), drawn, self._stream)
+        self._stream.copy_out(ids, drawn, len(draws) * 8)
+        self._drawn.record(self._stream)
+        self._drawn.wait()
+        return ids.view(0, (len(draws),), np.dtype(np.int64))
 
     @property
     def num_graphs(self) -> int:
@@ -195,7 +236,9 @@ class TrtRuntime:
             inputs[spec.name] = stage.host.view(offset, shapes[spec.name], np.dtype(spec.kind))
             addresses[spec.name] = stage.device.address + offset
             offset += aligned(inputs[spec.name].nbytes)
-        return _Call(key, engine.profile_for(shapes), shape, shapes, addresses, inputs, offset)
+        written = shapes.get(c.POSITION_IDS.name, (0, 0))[1]
+        spare_row = self._limits.cache_rows - written
+        return _Call(key, engine.profile_for(shapes), shape, shapes, addresses, inputs, offset, spare_row)
 
     def _check_room(self, key: Key, sizes: Sizes) -> None:
         """UserError where a call has more rows than the buffers: profiles alone would let B and S be large both."""
@@ -265,7 +308,7 @@ class TrtRuntime:
         whole = host.view(0, shape_of(contract, spec, call.padded.sizes), dtype)
         first, wanted = slots.start - call.padded.window.start, shape_of(contract, spec, sizes)
         part = whole[(slice(first, first + wanted[0]), *map(slice, wanted[1:]))]
-        return part.astype(np.float32) if spec.kind == "engine" else part
+        return part.astype(np.float32, copy=False) if spec.kind == "engine" else part
 
 
 def _adjacent(slots: Iterable[int]) -> Iterator[range]:
