@@ -17,6 +17,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="training needs torch (the extra `train`)")
 pytest.importorskip("transformers", reason="training needs transformers (the extra `train`)")
 
+from accelerate.utils import DistributedType  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from tiny import edit_config, make_drafter, make_target  # noqa: E402
 
@@ -25,7 +26,7 @@ from dflow_trt.checkpoint.drafter import read_drafter  # noqa: E402
 from dflow_trt.checkpoint.target import read_target  # noqa: E402
 from dflow_trt.errors import UserError  # noqa: E402
 from dflow_trt.spec import DominoSpec  # noqa: E402
-from dflow_trt.training import job, loop  # noqa: E402
+from dflow_trt.training import compute, job, loop  # noqa: E402
 from dflow_trt.training.cache import AnswerSettings, answered  # noqa: E402
 from dflow_trt.training.compute import Compute  # noqa: E402
 from dflow_trt.training.data import Trajectory  # noqa: E402
@@ -167,6 +168,12 @@ def test_a_causal_head_is_added_to_a_drafter_and_kept(place: Place) -> None:
     on = place.trained("on", steps=1, **{**start, "from": place.folder / "real"})
     assert on["tau_by_step"]["0"]["tau_emitted"] == real["tau_emitted"], "and training goes on from a drafter with one"
     assert "causal head of Domino" in (place.folder / "on" / "README.md").read_text()
+
+
+def test_sharded_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compute.Accelerator, "distributed_type", DistributedType.FSDP)
+    with pytest.raises(UserError, match=r"configured for FSDP; allowed: one process or plain data parallelism"):
+        Compute.start()
 
 
 def test_held_out_prompts_can_be_named_and_are_not_trained_on(place: Place) -> None:
