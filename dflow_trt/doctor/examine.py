@@ -1,5 +1,7 @@
-"""What there is: Python, driver, CUDA, TensorRT, the plugin, Triton, the extras. Whatever may crash is asked elsewhere:
-TensorRT without a GPU ends its process, so every package is imported in one of its own."""
+"""What there is: Python, driver, CUDA, TensorRT, the plugin, Triton, the extras.
+
+What may crash is asked in a process of its own: TensorRT without a GPU takes its process along.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +24,7 @@ from dflow_trt import contract as c
 State = Literal["ok", "missing", "broken"]
 SECONDS = 120.0
 OLDEST_GLIBC = (2, 28)  # of the wheels of TensorRT and CUDA
+ABSENT = "not installed"
 TENSORRT = {
     "tensorrt": ("TensorRT", "tensorrt"),
     "tensorrt_rtx": ("TensorRT-RTX", "tensorrt-rtx"),
@@ -92,11 +95,13 @@ for name in sys.argv[1:]:
 def _requirements() -> Finding:
     """The packages that dflow-trt cannot do without: all of them imported, since a wheel may be there and not load."""
     packages = _required("")
-    works, found = _python_says(IMPORT_QUESTION, *(name.replace("-", "_") for name in packages))
+    modules = [*(name.replace("-", "_") for name in packages), "dflow_trt.api", "dflow_trt.build"]
+    works, found = _python_says(IMPORT_QUESTION, *modules)
     if found or not works:
         fix = "pip install --force-reinstall . in the checkout"
         return Finding("Python packages", "everything", "broken", "; ".join(found.splitlines()), fix)
-    return Finding("Python packages", "everything", "ok", ", ".join(f"{name} {_version(name)}" for name in packages))
+    versions = ", ".join(f"{name} {_version(name)}" for name in packages)
+    return Finding("Python packages", "everything", "ok", versions or "all that dflow-trt imports")
 
 
 def _glibc() -> Finding:
@@ -122,14 +127,14 @@ def _driver() -> Finding:
 
 
 CUDA_QUESTION = """
-from dflow_trt.runtime.cuda import current_device, versions
 from dflow_trt.errors import UserError
+from dflow_trt.runtime.cuda import current_device, versions
 try:
-    device = current_device()
-    print(f"{device.name}, compute capability {device.compute_capability}, {device.free / 1e9:.1f} GB free, CUDA "
-          + " of the driver, ".join(versions()) + " of cuda-bindings")
+    device, (driver, bindings) = current_device(), versions()
 except UserError as error:
     raise SystemExit(str(error))
+print(f"{device.name}, compute capability {device.compute_capability}, {device.free / 1e9:.1f} GB free;",
+      f"CUDA {driver} of the driver, {bindings} of cuda-bindings")
 """
 
 
@@ -147,7 +152,8 @@ def _tensorrt(module: str, works: bool, found: str) -> Finding:
     serves = "GPU" if extra else "-"
     if works:
         return Finding(name, serves, "ok", found)
-    return Finding(name, serves, "missing", found, _install(extra) if extra else "")
+    state: State = "missing" if found == ABSENT else "broken"
+    return Finding(name, serves, state, found, _install(extra) if extra else "")
 
 
 PLUGIN_QUESTION = """
@@ -180,8 +186,9 @@ def _plugin(modules: Sequence[str]) -> Finding:
 def pytriton_server() -> Path | None:
     """The folder of the Triton server that comes with nvidia-pytriton."""
     spec = importlib.util.find_spec("pytriton")
-    places = [Path(place) / "tritonserver" for place in (spec.submodule_search_locations or []) if spec] if spec else []
-    return next((place for place in places if (place / "bin" / "tritonserver").is_file()), None)
+    places = (spec.submodule_search_locations if spec else None) or []
+    servers = [Path(place) / "tritonserver" for place in places]
+    return next((server for server in servers if (server / "bin" / "tritonserver").is_file()), None)
 
 
 def _triton_server() -> Finding:
@@ -205,7 +212,7 @@ def _triton_stub() -> Finding:
     return Finding("Triton Python backend", "serving", "missing", f"no stub for Python {number}", _install("triton"))
 
 
-EXTRAS = {"train": "training", "serve": "serving", "profile": "profiling"}
+EXTRAS = {"train": "training", "serve": "serving", "profile": "profiling", "trtllm": "TensorRT-LLM"}
 
 
 def _extras() -> Iterator[Finding]:
@@ -246,7 +253,7 @@ def _version(package: str) -> str | None:
 def _import(module: str) -> tuple[bool, str]:
     """(whether a module can be imported, its version or why not)."""
     if importlib.util.find_spec(module) is None:
-        return False, "not installed"
+        return False, ABSENT
     return _python_says(f"import {module}; print(getattr({module}, '__version__', 'installed'))")
 
 

@@ -267,8 +267,9 @@ class _Call:
                 array = outputs[-1][1]
             _bind(binding.bind_output, tensor.name, array)
         self.file.session.run_with_iobinding(binding)
-        for array, wide in outputs:
-            array[...] = wide.astype(array.dtype)
+        with np.errstate(over="ignore"):  # the logits of ids that are no tokens become -inf in float16
+            for array, wide in outputs:
+                array[...] = wide.astype(array.dtype)
 
     def _array(self, tensor: _Tensor) -> Any:
         return self.gpu.array(self.addresses[tensor.name], self.shapes[tensor.name], NUMPY[tensor.kind])

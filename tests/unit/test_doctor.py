@@ -118,6 +118,18 @@ def get_plugin_registry():
 """
 
 
+def test_a_tensorrt_without_its_libraries_is_broken_and_not_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tensorrt.py").write_text("raise ImportError('libnvinfer.so.11: cannot open shared object file')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = examine._tensorrt("tensorrt", *examine._import("tensorrt"))
+    assert found.state == "broken"
+    assert found.found.endswith("libnvinfer.so.11: cannot open shared object file")
+    assert found.fix == "pip install '.[tensorrt]' in the checkout"
+
+
 def test_a_library_that_was_never_built_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DFLOW_TRT_PLUGIN", str(tmp_path / "nothing.so"))
     found = examine._plugin(["tensorrt"])

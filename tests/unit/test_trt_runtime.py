@@ -27,6 +27,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sliding window": {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1},
     "int8 target": {"int8": True},
     "no drafters": {"drafters": {}},
+    "domino": {
+        "drafters": {
+            "shifted": {"block_size": 7, "seed": 4, "domino": {"shift_label": True, "pure_draft_prefix_len": 1}},
+            "domino-dflow": {"block_size": 8, "relay": True, "domino": {"pure_draft_prefix_len": 2}},
+        }
+    },
 }
 GARBAGE = [-3e4, 1e4, 2e4]
 Build = Callable[[str], Bundle]

@@ -14,6 +14,7 @@ import numpy as np
 import plugin_toolchain as toolchain
 import pytest
 from fakegpu.bundles import tiny_bundle
+from fakegpu.drawing import draw_on_device
 
 from dflow_trt.decode import Decoder
 from dflow_trt.method.sampling import Pick, Sampler, SamplingParams, uniform
@@ -170,6 +171,16 @@ def test_many_draws_follow_the_distribution(alone: Run) -> None:
     draws = records_of([Draw(0, 0, SamplingParams(temperature=1.0), seed, 0, 3) for seed in range(20000)])
     shares = np.bincount(alone(logits, 4, draws), minlength=4) / len(draws)
     assert np.abs(shares - [0.5, 0.25, 0.125, 0.125]).max() < 0.01
+
+
+def test_the_check_that_tests_make_on_a_real_gpu_passes_on_the_fake_one(
+    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = fakegpu.Gpu()
+    fakegpu.install(monkeypatch, gpu)
+    found, wanted, _ = draw_on_device(on_device(gpu, library), "float32", 2048, 2000, 24)
+    assert found == wanted
+    assert gpu.leaks == {}
 
 
 def test_an_unknown_dtype_is_refused(library: ctypes.CDLL) -> None:
