@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -233,3 +234,10 @@ def test_help_loads_no_numerics() -> None:
 
 def test_importing_the_package_loads_nothing() -> None:
     assert loaded_by("import dflow_trt") & {"numpy", "onnxruntime", "click", "torch", "jinja2"} == set()
+
+
+def test_files_of_tests_have_names_of_their_own() -> None:
+    """pytest imports them by their bare names: two of one name cannot be collected in one run."""
+    paths = sorted((ROOT.parent / "tests").rglob("*.py"))
+    names = Counter(path.name for path in paths if path.name not in ("__init__.py", "conftest.py"))
+    assert {name: count for name, count in names.items() if count > 1} == {}
