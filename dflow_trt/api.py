@@ -18,6 +18,7 @@ import numpy as np
 from dflow_trt.bundle import Bundle, check_unchanged, open_bundle
 from dflow_trt.decode import Decoder
 from dflow_trt.errors import UserError
+from dflow_trt.method.policy import DraftPolicy, check_policy
 from dflow_trt.method.sampling import Pick, SamplingParams, fresh_seed
 from dflow_trt.request import Emission, Request, RequestStats
 from dflow_trt.runtime.base import Runtime
@@ -162,7 +163,9 @@ class LLM:
     """A bundle, ready to generate.
 
     threads: of the CPU runtime, by default the cores of this process. max_batch_size: requests in flight, at most (and
-    by default) what the bundle was built for. verify: check every file's hash on open.
+    by default) what the bundle was built for. draft_policy: "fixed" verifies every draft, "adaptive" those that were
+    measured to pay. prefix_reuse: a prompt goes on from what a finished request with the same beginning left in the
+    caches. Neither changes any output. verify: check every file's hash on open.
     Calls from several threads take turns. Use it as a context manager, or :meth:`close` it.
     """
 
@@ -173,10 +176,13 @@ class LLM:
         threads: int | None = None,
         max_batch_size: int | None = None,
         max_queue: int = 1024,
+        draft_policy: DraftPolicy = "fixed",
+        prefix_reuse: bool = True,
         verify: bool = True,
         runtime: Runtime | None = None,
     ) -> None:
         _check_int("max_queue", max_queue, 1)
+        check_policy(draft_policy)
         self.bundle = bundle if isinstance(bundle, Bundle) else open_bundle(bundle, verify)
         folder = self.bundle.tokenizer_path
         self.tokenizer = Tokenizer.from_folder(folder) if folder else None
@@ -184,7 +190,8 @@ class LLM:
         self._runtime = runtime or _open_runtime(self.bundle, threads, slots)
         check_unchanged(self.bundle)
         self._max_queue = max_queue
-        self._decoder = Decoder(self.bundle, self._runtime, max_queue, slots)
+        options: dict[str, Any] = {"draft_policy": draft_policy, "prefix_reuse": prefix_reuse}
+        self._decoder = Decoder(self.bundle, self._runtime, max_queue, slots, **options)
         self._lock = threading.Lock()
         self._running_in: int | None = None
         self._closed = False
@@ -196,6 +203,11 @@ class LLM:
             return limit
         _check_int("max_batch_size", wanted, 1, limit, ", what the bundle was built for")
         return wanted
+
+    def __repr__(self) -> str:
+        build, state = self.bundle.build, ", closed" if self._closed else ""
+        strategies = ", ".join(self.bundle.strategies)
+        return f"<LLM {self.bundle.path}: {build.backend} {build.dtype}, strategies {strategies}{state}>"
 
     def __enter__(self) -> Self:
         return self

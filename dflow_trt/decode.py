@@ -20,11 +20,14 @@ from dflow_trt import contract as c
 from dflow_trt.bundle import Bundle
 from dflow_trt.errors import UserError
 from dflow_trt.method.draft import block_ids, draft_length, positions
+from dflow_trt.method.policy import Candidate, DraftPolicy, make_policy
 from dflow_trt.method.relay import relay_rows, relay_state
 from dflow_trt.method.sampling import Pick, Sampler, Workspace
 from dflow_trt.method.verify import Accepted, accept
 from dflow_trt.request import Emission, Phase, Request, RequestStats, RoundResult, Slot
 from dflow_trt.runtime.base import Array, Runtime
+from dflow_trt.runtime.draw import Draw, drawable, drawn_pick
+from dflow_trt.slots import SlotTable
 from dflow_trt.spec import CACHE_STEP, DrafterSpec
 
 CHUNK_STEP = 16  # prefill rows are padded to this, so that call shapes repeat
@@ -44,22 +47,41 @@ class _Round:
 
 @dataclass(frozen=True)
 class _Pass:
-    """The arrays of one target pass over adjacent slots."""
+    """The arrays of one target pass over adjacent slots.
+
+    tokens_BR: the target's own tokens, for those requests whose choice is made beside the logits; for the others,
+    logits_BRV.
+    """
 
     slots: range
     feeds: dict[str, Array]
-    next_ids_BR: Array
+    tokens_BR: Array
     logits_BRV: Array | None
 
 
 class Decoder:
-    """Runs requests over a runtime's slots. Not thread-safe: one owner calls submit, step and cancel."""
+    """Runs requests over a runtime's slots. Not thread-safe: one owner calls submit, step and cancel.
 
-    def __init__(self, bundle: Bundle, runtime: Runtime, max_queue: int = 1024, slots: int | None = None) -> None:
-        self._max_active = slots or bundle.build.max_batch_size
+    max_queue: requests that may wait. slots: requests in flight, by default what the bundle was built for.
+    draft_policy: "fixed", or "adaptive" (:mod:`dflow_trt.method.policy`). prefix_reuse: a prompt goes on from the cache
+    rows that a finished request with the same beginning left. None of them changes any output.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        runtime: Runtime,
+        max_queue: int = 1024,
+        slots: int | None = None,
+        *,
+        draft_policy: DraftPolicy = "fixed",
+        prefix_reuse: bool = True,
+    ) -> None:
         self._bundle, self._runtime, self._max_queue = bundle, runtime, max_queue
         self._queue: deque[Slot] = deque()
-        self._slots: list[Slot] = []  # decoding requests first, then those in prefill
+        self._table = SlotTable(slots or bundle.build.max_batch_size, runtime.swap, prefix_reuse)
+        self._slots = self._table.active
+        self._policy = make_policy(draft_policy)
         self._cancels: deque[str] = deque()  # appended to from any thread
         self._min_rows = 2 if bundle.target.stack.heads_per_group == 1 else 1
         self._workspace = Workspace(bundle.target.live_vocab)
@@ -104,7 +126,8 @@ class Decoder:
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(target.eos_ids))
         sampler = Sampler(params, prompt, target.live_vocab, stops, request.seed, request.sample_index, self._workspace)
         limit = min(params.max_tokens, build.max_seq_len - len(prompt))
-        return Slot(request, sampler, prompt, limit, stats=RequestStats(prompt_tokens=len(prompt)))
+        draws = self._runtime.drawer is not None and drawable(params)
+        return Slot(request, sampler, prompt, limit, draws, stats=RequestStats(prompt_tokens=len(prompt)))
 
     def _checked_prompt(self, request: Request) -> list[int]:
         build, vocab = self._bundle.build, self._bundle.target.vocab_size
@@ -140,7 +163,7 @@ class Decoder:
         rows = self._decode_round(decoding, hold)
         budget = max(self._bundle.build.max_num_tokens, self._min_rows) - rows
         self._prefill(range(len(decoding), len(self._slots)), budget, hold)
-        self._retire()
+        self._table.retire()
         spent = self._round.milliseconds
         spent["host"] = (time.perf_counter() - start) * 1e3 - sum(spent.values())
         return RoundResult(tuple(self._round.emissions), spent)
@@ -152,34 +175,39 @@ class Decoder:
         for slot in [slot for slot in (*self._queue, *self._slots) if slot.request.id in cancelled]:
             self._emit(slot, Accepted((), 0, "cancelled"), (), 0)
         self._queue = deque(slot for slot in self._queue if slot.request.id not in cancelled)
-        self._retire()
+        self._table.retire()
 
     def _admit(self) -> None:
-        while self._queue and len(self._slots) < self._max_active:
-            self._slots.append(self._queue.popleft())
+        while self._queue and not self._table.full:
+            self._table.admit(self._queue.popleft())
 
     def _decode_round(self, decoding: Sequence[Slot], hold: Collection[str]) -> int:
         """Draft, verify and accept for every decoding request; gives the token rows of the target pass."""
-        wanted = [self._wanted(slot, hold) for slot in decoding]
         live = [slot.request.id not in hold for slot in decoding]
         if not any(live):
             return 0
-        drafts = self._draft(decoding, wanted)
+        asked = [self._candidate(slot) if alive else None for slot, alive in zip(decoding, live, strict=True)]
+        drafts = self._draft(decoding, self._policy.lengths(asked))
         blocks = [[slot.tokens[-1], *drafts[i]] if live[i] else [] for i, slot in enumerate(decoding)]
         passed = self._target(range(len(decoding)), blocks, [list(range(len(block))) for block in blocks], "verify")
         self._context(passed, decoding)
         for i, slot in enumerate(decoding):
             if live[i]:
-                self._accept(slot, i, drafts[i], passed)
+                self._accept(slot, i, drafts[i], passed, asked[i])
         self._keep_pending(decoding, live, passed.slots)
-        return passed.feeds[c.INPUT_IDS.name].size
+        rows = passed.feeds[c.INPUT_IDS.name].size
+        spent = self._round.milliseconds
+        self._policy.timed(len(decoding), rows, spent["verify"], spent.get(c.RELAY, 0.0) + spent.get(c.DRAFTER, 0.0))
+        return rows
 
-    def _wanted(self, slot: Slot, hold: Collection[str]) -> int:
+    def _candidate(self, slot: Slot) -> Candidate | None:
+        """A request that drafts could be verified for in this round."""
         drafter = slot.request.strategy.drafter
-        if drafter is None or slot.request.id in hold:
-            return 0
+        if drafter is None:
+            return None
         num_drafts = self._bundle.drafters[drafter].spec.num_drafts
-        return draft_length(num_drafts, slot.remaining, slot.request.draft_tokens)
+        limit = draft_length(num_drafts, slot.remaining, slot.request.draft_tokens)
+        return Candidate(drafter, limit, slot.acceptance) if limit else None
 
     # -- draft -------------------------------------------------------------------------------------------------------
 
@@ -254,10 +282,27 @@ class Decoder:
             c.KV_INDEX.name: _kv_index(int(start_B.max()) + width),
         }
         fetch = [c.NEXT_IDS.name]
-        if any(slot.sampler.needs_logits for slot, row in zip(rows, logit_rows, strict=True) if row):
+        if any(slot.fetches_logits for slot, row in zip(rows, logit_rows, strict=True) if row):
             fetch.append(c.LOGITS.name)
         outputs = self._run(c.TARGET, None, slots, feeds, fetch, stage)
-        return _Pass(slots, feeds, outputs[0], outputs[1] if len(outputs) > 1 else None)
+        tokens_BR = self._drawn(slots, logit_rows, outputs[0])
+        return _Pass(slots, feeds, tokens_BR, outputs[1] if len(outputs) > 1 else None)
+
+    def _drawn(self, slots: range, logit_rows: Sequence[Sequence[int]], next_ids_BR: Array) -> Array:
+        """The argmax of every row, and what was drawn instead for requests that the runtime draws for."""
+        draws, places = [], []
+        for b, (slot, rows) in enumerate(zip(self._slots[slots.start : slots.stop], logit_rows, strict=True)):
+            if slot.draws:
+                request = slot.request
+                key = request.params, request.seed, request.sample_index
+                draws += [Draw(slots[b], r, *key, slot.kv_len + row + 1) for r, row in enumerate(rows)]
+                places += [(b, r) for r in range(len(rows))]
+        if not draws:
+            return next_ids_BR
+        assert self._runtime.drawer is not None
+        tokens_BR = next_ids_BR.copy()
+        tokens_BR[tuple(np.transpose(places))] = self._runtime.drawer(draws)
+        return tokens_BR
 
     def _context(self, passed: _Pass, rows: Sequence[Slot]) -> None:
         """Right after every target pass: its rows become context of each drafter in use."""
@@ -280,7 +325,9 @@ class Decoder:
 
     # -- accept ------------------------------------------------------------------------------------------------------
 
-    def _accept(self, slot: Slot, row: int, drafts: tuple[int, ...], passed: _Pass) -> None:
+    def _accept(
+        self, slot: Slot, row: int, drafts: tuple[int, ...], passed: _Pass, candidate: Candidate | None
+    ) -> None:
         picks: list[Pick] = []
         error = None
         try:
@@ -292,6 +339,8 @@ class Decoder:
         slot.relay = None
         if slot.request.strategy.relay and error is None:
             slot.relay = relay_state(drafts, accepted.tokens, accepted.num_accepted)
+        if candidate is not None:
+            self._policy.accepted(candidate, len(drafts), accepted.num_accepted)
         stats = slot.stats
         stats.rounds += 1
         stats.drafted += len(drafts)
@@ -301,11 +350,11 @@ class Decoder:
 
     def _choose(self, slot: Slot, passed: _Pass, row: int, i: int, picks: list[Pick]) -> int:
         """The target's own token at row i, committed."""
-        if slot.sampler.needs_logits:
+        if slot.fetches_logits:
             assert passed.logits_BRV is not None
             pick = slot.sampler.pick(passed.logits_BRV[row, i], len(slot.tokens))
         else:
-            pick = Pick(int(passed.next_ids_BR[row, i]))
+            pick = drawn_pick(int(passed.tokens_BR[row, i]), len(slot.tokens))
         slot.sampler.commit(pick.token)
         slot.tokens.append(pick.token)
         picks.append(pick)
@@ -325,8 +374,7 @@ class Decoder:
         self, slot: Slot, accepted: Accepted, picks: Sequence[Pick], drafted: int, error: str | None = None
     ) -> None:
         slot.stats.output_tokens = slot.num_output
-        if accepted.finish_reason:
-            slot.limit = -1  # retired at the end of this step
+        slot.finish_reason = accepted.finish_reason
         emission = Emission(
             slot.request.id, tuple(picks), accepted.num_accepted, drafted, accepted.finish_reason, slot.stats, error
         )
@@ -344,16 +392,14 @@ class Decoder:
         counts = [0 if slot.request.id in hold else min(width, slot.unread) for slot in rows]
         tokens = [slot.tokens[slot.kv_len : slot.kv_len + count] for slot, count in zip(rows, counts, strict=True)]
         last = [[count - 1] if count == slot.unread else [] for slot, count in zip(rows, counts, strict=True)]
-        passed = self._target(
-            slots, tokens, last if any(last) else [[0]] * len(rows), "prefill", min(width, CHUNK_STEP)
-        )
+        passed = self._target(slots, tokens, last, "prefill", min(width, CHUNK_STEP))
         self._context(passed, rows)
         for i, (slot, count) in enumerate(zip(rows, counts, strict=True)):
             slot.kv_len += count
             slot.stats.prefill_passes += count > 0
             if last[i]:
                 self._first_token(slot, i, passed)
-        self._promote(slots)
+        self._table.promote(slots.start)
 
     def _chunk_width(self, rows: Sequence[Slot], budget: int) -> int:
         """Rows a request: no wider than the shortest waiting prompt, so that nothing long pads it; in whole steps."""
@@ -373,35 +419,7 @@ class Decoder:
             return
         self._emit(slot, Accepted((slot.tokens[-1],), 0, self._finish(slot)), picks, 0)
 
-    def _promote(self, slots: range) -> None:
-        """Keep decoding requests in front: a prompt that finished first changes places with one still waiting."""
-        front = slots.start
-        for i in range(slots.start, len(self._slots)):
-            if self._slots[i].phase is Phase.DECODE:
-                self._swap(front, i)
-                front += 1
-
-    # -- slots -------------------------------------------------------------------------------------------------------
-
-    def _swap(self, a: int, b: int) -> None:
-        if a == b:
-            return
-        rows = max(self._slots[a].kv_len, self._slots[b].kv_len)
-        self._runtime.swap(a, b, rows)
-        self._slots[a], self._slots[b] = self._slots[b], self._slots[a]
-
-    def _retire(self) -> None:
-        """Free the slots of finished requests; the others close up, decoding ones first."""
-        for i in reversed(range(len(self._slots))):
-            if self._slots[i].limit >= 0:
-                continue
-            decoding = sum(slot.phase is Phase.DECODE for slot in self._slots)
-            hole = i
-            if i < decoding:
-                self._swap(i, decoding - 1)
-                hole = decoding - 1
-            self._swap(hole, len(self._slots) - 1)
-            self._slots.pop()
+    # -- engines ------------------------------------------------------------------------------------------------------
 
     def _run(
         self,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from dflow_trt.bundle import Strategy
+from dflow_trt.method.policy import Acceptance
 from dflow_trt.method.relay import RelayState
 from dflow_trt.method.sampling import Pick, Sampler, SamplingParams
 
@@ -40,7 +41,10 @@ class Request:
 
 @dataclass
 class RequestStats:
-    """Counts of one request. The prefill token belongs to no round."""
+    """Counts of one request. The prefill token belongs to no round.
+
+    reused_tokens: of the prompt, those whose cache rows an earlier request left.
+    """
 
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -50,6 +54,7 @@ class RequestStats:
     emitted: int = 0
     relayed_slots: int = 0
     prefill_passes: int = 0
+    reused_tokens: int = 0
 
     @property
     def target_passes(self) -> int:
@@ -71,17 +76,35 @@ class Slot:
     """A request in flight. Its index in the decoder's list is its row in every cache.
 
     tokens: prompt and output; the last one is the anchor once decoding. kv_len: rows of the target's cache that are
-    committed, equal to the drafter's context length; while decoding it is the anchor's position.
+    committed, equal to the drafter's context length; while decoding it is the anchor's position. draws: the runtime
+    draws its tokens where the logits are. finish_reason: None while it goes on.
     """
 
     request: Request
     sampler: Sampler
     tokens: list[int]
     limit: int
+    draws: bool = False
     kv_len: int = 0
     phase: Phase = Phase.PREFILL
     relay: RelayState | None = None
+    finish_reason: str | None = None
+    acceptance: Acceptance = field(default_factory=Acceptance)
     stats: RequestStats = field(default_factory=RequestStats)
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def sound(self) -> bool:
+        """Whether its cache rows may serve another request."""
+        return self.finish_reason != "error"
+
+    @property
+    def fetches_logits(self) -> bool:
+        """Whether its next token is chosen on the host, from logits."""
+        return self.sampler.needs_logits and not self.draws
 
     @property
     def prompt_len(self) -> int:

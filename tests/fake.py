@@ -244,6 +244,10 @@ class FakeRuntime:
 
     # -- the protocol ------------------------------------------------------------------------------------------------
 
+    @property
+    def drawer(self) -> None:
+        return None
+
     def run(
         self, engine: str, drafter: str | None, slots: range, feeds: Mapping[str, Array], fetch: Sequence[str] = ()
     ) -> list[Array]:

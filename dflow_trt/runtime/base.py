@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
+from dflow_trt.runtime.draw import Draw
+
 Array = np.ndarray[Any, np.dtype[Any]]
+Drawer = Callable[[Sequence[Draw]], Array]
 
 
 class Runtime(Protocol):
@@ -16,6 +19,11 @@ class Runtime(Protocol):
     A slot is one row of every KV cache and of ``pending_h``. The tensors that the contract calls "device" stay inside
     the runtime: the target leaves ``hidden`` for the context, the context ``h``, the relay ``block_embeds``.
     """
+
+    @property
+    def drawer(self) -> Drawer | None:
+        """Draws tokens where the logits are, see :mod:`dflow_trt.runtime.draw`; None where logits must be fetched."""
+        ...
 
     def run(
         self, engine: str, drafter: str | None, slots: range, feeds: Mapping[str, Array], fetch: Sequence[str] = ()

@@ -1,6 +1,6 @@
 """Drawing tokens where the logits are: what a runtime that can is asked, and which requests need no more than that.
 
-A runtime may have ``draw(draws) -> ids [n]``, to be called right after a target pass: each id is the one that
+A runtime may have a drawer, ``draw(draws) -> ids [n]``, to be called right after a target pass: each id is the one that
 :class:`~dflow_trt.method.sampling.Sampler` picks from the logits of that row, or -1 where their peak is not finite.
 """
 
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dflow_trt.method.sampling import SamplingParams
+from dflow_trt.errors import UserError
+from dflow_trt.method.sampling import Pick, SamplingParams
 
 
 class Draw(NamedTuple):
@@ -33,3 +34,10 @@ def drawable(params: SamplingParams) -> bool:
     penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0)
     masks = params.logit_bias or params.bad_words or params.bad_words_ids or params.min_tokens
     return not (params.greedy or penalties or masks or params.logprobs is not None)
+
+
+def drawn_pick(token: int, position: int) -> Pick:
+    """What a draw at an absolute position gave. Raises UserError, which concerns its request alone, where it is -1."""
+    if token < 0:
+        raise UserError(f"position {position}: no logit is finite; a dtype that overflows (float16) gives such values")
+    return Pick(token)

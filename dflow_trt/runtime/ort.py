@@ -81,6 +81,11 @@ class OrtRuntime:
         for name in (name for engine, name in self._contracts if engine == c.CONTEXT):
             self.caches[c.CONTEXT, name] = self.caches[c.DRAFTER, name]
 
+    @property
+    def drawer(self) -> None:
+        """None: logits are in the host's memory already."""
+        return None
+
     def run(
         self, engine: str, drafter: str | None, slots: range, feeds: Mapping[str, Array], fetch: Sequence[str] = ()
     ) -> list[Array]:

@@ -85,6 +85,7 @@ class PoisonedRuntime:
 
     def __init__(self, inner: OrtRuntime, seed: int = 0) -> None:
         self.inner, self._rng = inner, np.random.default_rng(seed)
+        self.drawer = inner.drawer
         self.poison_all()
 
     def _fill(self, array: Array) -> None:

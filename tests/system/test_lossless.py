@@ -45,7 +45,7 @@ def generate(
     runtime: Any = None,
     **options: Any,
 ) -> list[RequestOutput]:
-    llm = LLM(pair.bundle, runtime=runtime or pair.runtime, max_batch_size=batch)
+    llm = LLM(pair.bundle, runtime=runtime or pair.runtime, max_batch_size=batch, prefix_reuse=False)
     strategy = strategy if isinstance(strategy, str) else list(strategy)
     return llm.generate(list(prompts), params, strategy=strategy, **options)
 
@@ -54,7 +54,7 @@ def run_ragged(
     pair: Pair, jobs: Sequence[Job], prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], seed: int
 ) -> dict[Job, tuple[list[int], Any]]:
     """Jobs that join in random order while others are in flight, some held back in some steps."""
-    rng, decoder = np.random.default_rng(seed), Decoder(pair.bundle, pair.runtime)
+    rng, decoder = np.random.default_rng(seed), Decoder(pair.bundle, pair.runtime, prefix_reuse=False)
     waiting = [jobs[i] for i in rng.permutation(len(jobs))]
     tokens: dict[Job, list[int]] = {job: [] for job in jobs}
     stats: dict[Job, Any] = {}

@@ -336,6 +336,109 @@ def test_no_schedule_changes_a_token_or_a_draft(plans: list[Plan], build: dict[s
             bench.check(request)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kept", [0, 5, 11, 12])
+def test_a_prompt_goes_on_from_the_rows_of_a_finished_one_and_drafts_as_if_it_were_cold(
+    strategy: str, kept: int
+) -> None:
+    """A next turn of a chat: the first prompt, some of its output, and something new."""
+    bench = make_bench(eos_ids=())
+    [output] = bench.run(bench.request(prompt(7, 40), strategy, max_tokens=12))
+    bench.runtime.target_calls.clear()
+    turn = [*prompt(7, 40), *output[:kept], *prompt(9, 20)]
+    request = bench.request(turn, strategy, max_tokens=15)
+    bench.run(request)
+    bench.check(request)
+    rows = sum(len(block) for call in bench.runtime.target_calls for block in call.blocks if call.starts[0] < len(turn))
+    reused = bench.last[request.id].stats.reused_tokens
+    assert reused == 40 + min(kept, 11), "the last token of an output is in no cache"
+    assert rows == len(turn) - reused
+
+
+def test_rows_are_reused_only_with_the_drafter_whose_context_they_are() -> None:
+    bench, ids = make_bench(eos_ids=()), prompt(7, 40)
+
+    def reused(strategy: str) -> int:
+        request = bench.request(ids, strategy, max_tokens=4)
+        bench.run(request)
+        assert bench.tokens[request.id] == toy_tokens(ids, 4)
+        return bench.last[request.id].stats.reused_tokens
+
+    assert [reused(name) for name in ("flow", "flash", "flow-norelay", "ar")] == [0, 0, 39, 39]
+    assert reused("late") == 0
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_after_an_error_and_without_reuse_every_row_is_run(broken: bool) -> None:
+    bench = make_bench(eos_ids=())
+    bench.decoder = Decoder(bench.bundle, bench.runtime, prefix_reuse=broken)
+    bench.runtime.fail_logits = lambda name, position: broken and position == 42
+    first = bench.request(prompt(7, 40), "flow", max_tokens=8, temperature=1.0)
+    bench.run(first)
+    assert bench.last[first.id].finish_reason == ("error" if broken else "length")
+    again = bench.request(prompt(7, 40), "flow", max_tokens=4)
+    bench.run(again)
+    assert bench.last[again.id].stats.reused_tokens == 0
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One request of a run with shared beginnings: so much of one of two texts, then a tail of its own."""
+
+    text: int
+    shared: int
+    tail: int
+    strategy: str
+    arrival: int
+    cancel: bool
+
+
+TURNS = st.builds(
+    Turn,
+    text=st.integers(0, 1),
+    shared=st.integers(0, 60),
+    tail=st.integers(1, 15),
+    strategy=st.sampled_from(STRATEGIES),
+    arrival=st.integers(0, 60),
+    cancel=st.booleans(),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(TURNS, min_size=2, max_size=14), st.integers(1, 4), st.sampled_from(["fixed", "adaptive"]))
+def test_shared_beginnings_in_any_order_change_no_token(turns: list[Turn], slots: int, policy: Any) -> None:
+    bench = make_bench(max_batch_size=slots, max_num_tokens=60, eos_ids=())
+    bench.decoder = Decoder(bench.bundle, bench.runtime, draft_policy=policy)
+    texts, rng = [prompt(1, 60), prompt(2, 60)], np.random.default_rng(len(turns))
+    requests = [
+        bench.request(
+            [*texts[turn.text][: turn.shared], *rng.integers(0, LIVE_VOCAB, turn.tail).tolist()],
+            turn.strategy,
+            max_tokens=6,
+            id=str(i),
+        )
+        for i, turn in enumerate(turns)
+    ]
+    for step in range(61):
+        for turn, request in zip(turns, requests, strict=True):
+            if turn.arrival == step:
+                bench.submit(request)
+            if turn.arrival + 2 == step and turn.cancel:
+                bench.decoder.cancel(request.id)
+        bench.step()
+    bench.drain()
+    for request in requests:
+        wanted, found = expect(bench.bundle, TOY, SCRIPTS, request), bench.tokens[request.id]
+        assert tuple(found) == wanted.tokens[: len(found)]
+        if bench.last[request.id].finish_reason != "cancelled":
+            assert len(found) == 6
+            if policy == "fixed":
+                counts = [(drafted, accepted) for drafted, accepted, _ in bench.accepted[request.id]]
+                assert counts == [(len(r.block) - 1, r.accepted) for r in wanted.rounds], (
+                    "drafts are those of a cold run"
+                )
+
+
 def test_a_skipped_round_keeps_the_relay() -> None:
     """A request held after a rejection, while another verifies fewer rows, drafts next as if it had not waited."""
     bench = make_bench(max_batch_size=3)

@@ -89,6 +89,7 @@ class Poisoned:
     def __init__(self, inner: TrtRuntime, gpu: fakegpu.Gpu) -> None:
         self.inner, self.gpu, self._rng = inner, gpu, np.random.default_rng(0)
         self._live = dict.fromkeys(range(inner.slots), 0)
+        self.drawer = inner.drawer
 
     def run(
         self, engine: str, drafter: str | None, slots: range, feeds: Mapping[str, Array], fetch: Sequence[str] = ()

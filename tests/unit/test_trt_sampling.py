@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from fakegpu.bundles import tiny_bundle
 from fakegpu.drawing import draw_on_device
 
 from dflow_trt.decode import Decoder
-from dflow_trt.method.sampling import Pick, Sampler, SamplingParams, uniform
+from dflow_trt.method.sampling import Sampler, SamplingParams, uniform
 from dflow_trt.request import Request
 from dflow_trt.runtime.draw import Draw, drawable
 from dflow_trt.runtime.ort import OrtRuntime
@@ -133,15 +133,67 @@ def test_the_random_numbers_are_those_of_the_cpu(library: ctypes.CDLL) -> None:
     assert (bits.astype(np.float64) * 2.0**-53).tolist() == wanted
 
 
-@pytest.mark.parametrize("kind", ["smooth", "ties"])
+FLOAT = np.finfo(np.float32)
+# logits of the live ids, and what is asked of them.
+EDGES: dict[str, tuple[list[float], dict[str, Any]]] = {
+    "all but one banned": ([-np.inf, -np.inf, -3.0, -np.inf], {}),
+    "top-k among the banned": ([-np.inf, 1.0, -np.inf, 2.0], {"top_k": 3}),
+    "top-k of all": ([1.0, 2.0, 3.0], {"top_k": 3}),
+    "top-k of all but one": ([2.0, 1.0, 3.0, 1.0], {"top_k": 3}),
+    "top-k of more than there are": ([1.0, 2.0, 3.0], {"top_k": 4}),
+    "the lowest of many peaks": ([1.0, 5.0, 5.0, 5.0], {"top_k": 1}),
+    "ties at the last place of top-k": ([1.0, 5.0, 1.0, 1.0], {"top_k": 2, "top_p": 0.9999}),
+    "both zeros are one score": ([-0.0, 0.0, -1.0, 0.0], {"top_k": 2}),
+    "the least temperature": ([1.0, 2.0, 2.0, float(np.nextafter(np.float32(2), 0))], {"temperature": 5e-324}),
+    "the largest temperature": ([-60.0, 0.0, 60.0], {"temperature": 1.7e308}),
+    "the least top-p": ([1.0, 2.0, 2.0], {"top_p": 5e-324}),
+    "the largest top-p below 1": ([1.0, 2.0, 2.0], {"top_p": 1 - 2**-53}),
+    "only peaks by min-p": ([2.0, 1.9999, 2.0], {"min_p": 1.0}),
+    "the range of float32": ([float(FLOAT.max), float(FLOAT.min), 0.0], {"temperature": 1e38}),
+    "no normal number": ([1e-45, 3e-45, -1e-45, 0.0], {"temperature": 1e-45}),
+    "one id": ([-7.0], {"top_p": 0.5, "top_k": 5}),
+}
+
+
+@pytest.mark.parametrize("edge", EDGES)
+def test_at_the_edges_too_a_draw_is_that_of_the_cpus_sampler(library: ctypes.CDLL, alone: Run, edge: str) -> None:
+    """The columns behind the live ids hold what is never to be read."""
+    live, options = EDGES[edge]
+    logits = np.array([[*live, np.nan, np.inf]], np.float32)
+    params = SamplingParams(**{"temperature": 1.0, **options})
+    draws = [Draw(0, 0, params, seed, 0, 7) for seed in range(200)]
+    found = alone(logits, len(live), records_of(draws))
+    assert found.tolist() == [picked(logits, len(live), draw) for draw in draws]
+    assert (kernel(library, logits, 0, len(live), records_of(draws[:3])) == found[:3]).all()
+
+
+# multiprocessors, threads of each, whether threads take turns backwards; the blocks for 9 draws
+DEVICES = {(3, 1024, False): 6, (3, 1024, True): 6, (1, 256, True): 1, (132, 2048, False): 9}
+
+
+@pytest.fixture
+def pretend(library: ctypes.CDLL) -> Iterator[Callable[..., int]]:
+    """Sets the device that kernels are launched on; gives the blocks of the launch before."""
+    yield library.dflow_pretend
+    library.dflow_pretend(3, 1024, 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("columns", "live"), [(3, 2), (640, 515), (4096, 4000)])
 def test_the_kernel_gives_with_512_threads_what_one_thread_gives(
-    library: ctypes.CDLL, alone: Run, kind: str, columns: int, live: int
+    library: ctypes.CDLL, alone: Run, pretend: Callable[..., int], kind: str, columns: int, live: int
 ) -> None:
-    """More draws than blocks, fewer ids than threads and more; bit for bit, as all sums are of integers."""
+    """More draws than blocks and fewer, fewer ids than threads and more, in whatever order threads come to a barrier.
+
+    Bit for bit, as all sums are of integers.
+    """
     rng = np.random.default_rng(1)
-    logits, draws = rows_of(kind, rng, 4, columns), records_of(draws_of(rng, 7, 4))
-    assert (kernel(library, logits, 0, live, draws) == alone(logits, live, draws)).all()
+    logits, draws = rows_of(kind, rng, 4, columns), records_of(draws_of(rng, 9, 4))
+    wanted = alone(logits, live, draws)
+    for device, blocks in DEVICES.items():
+        pretend(*device)
+        assert (kernel(library, logits, 0, live, draws) == wanted).all(), device
+        assert pretend(*device) == blocks
 
 
 @pytest.mark.parametrize(("dtype", "code"), [("float16", 1), ("bfloat16", 2)])
@@ -228,50 +280,6 @@ def test_a_request_is_drawn_on_the_device_where_logits_alone_decide(options: dic
 # -- in the runtime ----------------------------------------------------------------------------------------------------
 
 
-class Drawing(Decoder):
-    """The decoder as it is to be: requests whose logits alone decide are drawn where the logits are.
-
-    What it changes in a decoder is written here, so that the runtime's part is shown to be enough.
-    """
-
-    def _target(self, slots: range, *arguments: Any, **options: Any) -> Any:
-        passed = super()._target(slots, *arguments, **options)
-        self._ids: dict[tuple[int, int], int] = {}
-        draws = [self._draw_of(slot, i, passed) for i, slot in enumerate(self._slots[slots.start : slots.stop])]
-        asked = [draw for of_slot in draws for draw in of_slot]
-        if asked:
-            ids = self._runtime.draw(asked).tolist()  # type: ignore[attr-defined]
-            self._ids = {(each.slot - slots.start, each.row): token for each, token in zip(asked, ids, strict=True)}
-        return passed
-
-    def _draw_of(self, slot: Any, i: int, passed: Any) -> list[Draw]:
-        request, feeds = slot.request, passed.feeds
-        if not drawable(request.params):
-            return []
-        rows = feeds["logit_rows"][i]
-        return [
-            Draw(passed.slots[i], r, request.params, request.seed, request.sample_index, slot.kv_len + int(row) + 1)
-            for r, row in enumerate(rows)
-        ]
-
-    def _run(
-        self, engine: str, drafter: str | None, slots: range, feeds: Any, fetch: Any = (), stage: Any = None
-    ) -> Any:
-        waiting = [slot for slot in self._slots[slots.start : slots.stop] if slot.sampler.needs_logits]
-        if engine == "target" and all(drawable(slot.request.params) for slot in waiting):
-            fetch = ("next_ids",)
-        return super()._run(engine, drafter, slots, feeds, fetch, stage)
-
-    def _choose(self, slot: Any, passed: Any, row: int, i: int, picks: list[Pick]) -> int:
-        if not drawable(slot.request.params):
-            return super()._choose(slot, passed, row, i, picks)
-        pick = Pick(self._ids[row, i])
-        slot.sampler.commit(pick.token)
-        slot.tokens.append(pick.token)
-        picks.append(pick)
-        return pick.token
-
-
 @pytest.mark.parametrize("strategy", ["ar", "dflash", "dflow"])
 def test_tokens_drawn_on_the_device_are_those_drawn_from_fetched_logits(
     library: ctypes.CDLL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
@@ -282,7 +290,7 @@ def test_tokens_drawn_on_the_device_are_those_drawn_from_fetched_logits(
     monkeypatch.setattr(trt_runtime, "load_entry", lambda path: on_device(gpu, library))
     samplings: list[dict[str, Any]] = [{"temperature": 0.9}, {"temperature": 1.5, "top_k": 9, "top_p": 0.9}, {}]
     with closing(OrtRuntime(bundle, 1)) as on_cpu, closing(TrtRuntime(fakegpu.offer(gpu, bundle))) as on_gpu:
-        assert on_gpu.draws
+        assert on_gpu.drawer is not None
         for extra, crossed in (([], False), ([{"temperature": 1.0, "logprobs": 1}], True)):
             params = [
                 SamplingParams(max_tokens=20, ignore_eos=True, **each)
@@ -291,7 +299,7 @@ def test_tokens_drawn_on_the_device_are_those_drawn_from_fetched_logits(
             ]
             gpu.copied_out.clear()
             wanted = run_all(Decoder(bundle, on_cpu), bundle.strategy(strategy), params)
-            assert run_all(Drawing(bundle, on_gpu), bundle.strategy(strategy), params) == wanted
+            assert run_all(Decoder(bundle, on_gpu), bundle.strategy(strategy), params) == wanted
             assert (on_gpu.buffers["logits"].address in gpu.copied_out) == crossed
     assert gpu.leaks == {}
 

@@ -19,7 +19,7 @@ import numpy as np
 from dflow_trt import contract as c
 from dflow_trt.bundle import Bundle, check_backend
 from dflow_trt.errors import UserError
-from dflow_trt.runtime.base import Array
+from dflow_trt.runtime.base import Array, Drawer
 from dflow_trt.runtime.cuda import Box, CudaError, Event, Graph, Place, Stream
 from dflow_trt.runtime.draw import Draw
 from dflow_trt.runtime.trt.buffers import (
@@ -181,9 +181,9 @@ class TrtRuntime:
         self._owned.close()
 
     @property
-    def draws(self) -> bool:
-        """Whether :meth:`draw` can be called: the plugin library has the kernel."""
-        return self._sampler is not None
+    def drawer(self) -> Drawer | None:
+        """:meth:`draw`, where the plugin library has the kernel."""
+        return self.draw if self._sampler else None
 
     def draw(self, draws: Sequence[Draw]) -> Array:
         """The tokens [n] that are drawn from the last target pass; its logits stay where they are.
