@@ -411,7 +411,7 @@ def test_garbage_in_unused_cache_rows_changes_nothing(tiny_pair: GetPair, varian
 
 def test_garbage_in_live_rows_would_be_seen(plain: Pair) -> None:
     """The other side of the test above: the poison is strong enough to be noticed where it is read."""
-    decoder = Decoder(plain.bundle, plain.runtime)
+    decoder = Decoder(plain.bundle, plain.runtime, prefix_reuse=False)
     prompt = list(random_prompts(7, seed=13)[6]["prompt_token_ids"])
     params = SamplingParams(max_tokens=24, ignore_eos=True)
 
