@@ -186,6 +186,7 @@ class Decoder:
         live = [slot.request.id not in hold for slot in decoding]
         if not any(live):
             return 0
+        start = time.perf_counter()
         asked = [self._candidate(slot) if alive else None for slot, alive in zip(decoding, live, strict=True)]
         drafts = self._draft(decoding, self._policy.lengths(asked))
         blocks = [[slot.tokens[-1], *drafts[i]] if live[i] else [] for i, slot in enumerate(decoding)]
@@ -195,9 +196,9 @@ class Decoder:
             if live[i]:
                 self._accept(slot, i, drafts[i], passed, asked[i])
         self._keep_pending(decoding, live, passed.slots)
-        rows = passed.feeds[c.INPUT_IDS.name].size
-        spent = self._round.milliseconds
-        self._policy.timed(len(decoding), rows, spent["verify"], spent.get(c.RELAY, 0.0) + spent.get(c.DRAFTER, 0.0))
+        rows, spent = passed.feeds[c.INPUT_IDS.name].size, self._round.milliseconds
+        drafting = spent.get(c.RELAY, 0.0) + spent.get(c.DRAFTER, 0.0)
+        self._policy.timed(len(decoding), rows, (time.perf_counter() - start) * 1e3 - drafting, drafting)
         return rows
 
     def _candidate(self, slot: Slot) -> Candidate | None:

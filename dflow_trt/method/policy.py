@@ -28,8 +28,10 @@ PRIOR_ROUNDS = 4.0  # the weight of what is known of others against a request's 
 MARGIN = 1.08  # another length must promise this much more than the present one: no flapping
 WORTH = 0.02  # a draft that is reached and accepted more rarely is not verified
 KNEE = 24.0  # rows that cost as much as the pass itself, until two widths were timed
-PRIOR_SPREAD = 100.0  # squared rows: how far apart timed widths must lie before they outweigh the knee
+PRIOR_SPREAD = 50.0  # squared rows: how far apart timed widths must lie before they outweigh the knee
 TIMES_MEMORY = 0.98
+OUTLIER = 3.0  # times the expected time; what takes longer was held up by something else, and counts as no more
+PROBE = 64  # rounds after which one is run without drafts, or with one where there are none: beliefs are tested
 
 
 @dataclass
@@ -74,6 +76,8 @@ class LineCost:
 
     def record(self, rows: int, milliseconds: float) -> None:
         """One timed call: the decayed means and moments, in one pass (Welford's update)."""
+        if self.weight:
+            milliseconds = min(milliseconds, OUTLIER * self.at(rows))
         self.weight = self.weight * TIMES_MEMORY + 1
         step = rows - self.rows
         self.rows += step / self.weight
@@ -108,7 +112,7 @@ class FixedLength:
         """What a round accepted of a request's drafts."""
 
     def timed(self, batch: int, rows: int, verify: float, draft: float) -> None:
-        """What a round of ``batch`` requests took: milliseconds of the target for ``rows`` rows, and of drafting."""
+        """What a round of ``batch`` requests took: milliseconds of drafting, and of all else with ``rows`` rows."""
 
 
 class AdaptiveLength(FixedLength):
@@ -119,6 +123,7 @@ class AdaptiveLength(FixedLength):
         self._drafters: dict[str, Acceptance] = {}
         self._target, self._draft = LineCost(), LineCost()
         self._width: int | None = None
+        self._rounds = 0
 
     def lengths(self, requests: Sequence[Candidate | None]) -> list[int]:
         """See :meth:`FixedLength.lengths`."""
@@ -127,6 +132,9 @@ class AdaptiveLength(FixedLength):
             return [0] * len(requests)
         survival = [self._survival(request) for request in requests]
         self._width = self._best_width(survival, limit)
+        self._rounds += 1
+        if self._rounds % PROBE == 0:
+            return [0 if self._width else min(1, len(each)) for each in survival]
         return [min(self._width, int((each >= WORTH).sum())) for each in survival]
 
     def _survival(self, request: Candidate | None) -> Rates:
