@@ -44,6 +44,7 @@ SIZES = {
     "0.6b": (1024, 28, 16, 8, 128, 3072, 151936, 5),
     "small": (512, 2, 4, 2, 128, 1024, 151936, 2),
 }
+UNTIED = ("8b",)  # the released model has a head of its own
 CASES = {
     "default": [],
     "int8": ["--target-weights", "int8"],
@@ -75,7 +76,8 @@ def configs(size: str, layers: int | None = None) -> tuple[Config, Config]:
         "rope_scaling": None,
         "torch_dtype": "bfloat16",
     }
-    target = stack | {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True, "eos_token_id": 1}
+    tied = size not in UNTIED
+    target = stack | {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": tied, "eos_token_id": 1}
     taps = sorted({int(tap) for tap in np.linspace(0, layers - 2, draft_layers).round()})
     draft = {"block_size": 16, "mask_token_id": vocab - 1, "target_layer_ids": taps}
     drafter = stack | {
@@ -110,7 +112,9 @@ def _layers(config: Config, prefix: str) -> Shapes:
 
 
 def target_shapes(config: Config) -> Shapes:
-    return {"model.embed_tokens.weight": (config["vocab_size"], config["hidden_size"])} | _layers(config, "model.")
+    table = (config["vocab_size"], config["hidden_size"])
+    head: Shapes = {} if config["tie_word_embeddings"] else {"lm_head.weight": table}
+    return {"model.embed_tokens.weight": table} | _layers(config, "model.") | head
 
 
 def drafter_shapes(config: Config) -> Shapes:

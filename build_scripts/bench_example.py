@@ -79,7 +79,8 @@ class Contender:
 def run_example(options: ExampleOptions) -> tuple[dict[str, Any], list[Goal]]:
     """Measure and print; figures and goals come back. Raises Disagreement."""
     bundle = _build(options)
-    llms = {batch: LLM(bundle, threads=options.threads, max_batch_size=batch, verify=False) for batch in BATCHES}
+    settings = {"threads": options.threads, "verify": False, "prefix_reuse": False}
+    llms = {batch: LLM(bundle, max_batch_size=batch, **settings) for batch in BATCHES}
     prompts = _prompt_ids(options, llms[1])
     peers = _Peers(options, bundle)
     contenders = [*_ours(bundle, llms, prompts, options.max_tokens), *peers.contenders(prompts)]

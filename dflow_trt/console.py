@@ -5,20 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, DownloadColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 from rich.text import Text
 
 from dflow_trt import contract as c
-from dflow_trt.api import CompletionOutput, RequestOutput
+from dflow_trt.api import CompletionOutput, Prompt, RequestOutput
 from dflow_trt.bundle import Bundle
 from dflow_trt.memory import MemoryPlan, plan_memory, show_bytes
+from dflow_trt.progress import ProgressBar
 from dflow_trt.spec import DominoSpec, DrafterSpec, StackSpec
 
 if TYPE_CHECKING:
@@ -39,22 +39,12 @@ def _console(stderr: bool = False) -> Console:
 out, err = _console(), _console(stderr=True)
 
 
-class BuildProgress:
+class BuildProgress(ProgressBar):
     """:class:`dflow_trt.build.Report` as a progress bar on standard error."""
 
     def __init__(self) -> None:
         columns = (SpinnerColumn(), TextColumn("{task.description:<12}"), BarColumn(), DownloadColumn())
-        self._bar = Progress(*columns, TimeElapsedColumn(), console=err, transient=True, disable=not err.is_terminal)
-        self._task: Any = None
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
+        super().__init__(err, *columns, TimeElapsedColumn(), transient=True)
 
     def stage(self, name: str, total_bytes: int | None) -> None:
         if self._task is not None:
@@ -62,10 +52,11 @@ class BuildProgress:
         self._task = self._bar.add_task(name, total=total_bytes)
 
     def advance(self, num_bytes: int) -> None:
+        assert self._task is not None, "within a stage"
         self._bar.advance(self._task, num_bytes)
 
     def note(self, line: str) -> None:
-        err.print(escape(line))
+        self.say(line)
 
 
 def _stack_line(stack: StackSpec, vocab: int) -> str:
@@ -256,6 +247,21 @@ def _clipped(output: RequestOutput) -> Text:
 def _shown_text(sample: CompletionOutput) -> str:
     """The text; token ids where there is no tokenizer."""
     return sample.text if sample.text or not sample.token_ids else " ".join(map(str, sample.token_ids))
+
+
+def show_title(number: int, total: int, prompt: Prompt) -> None:
+    """Which of several prompts the text that follows belongs to, in one line."""
+    title = f"[{number}/{total}] {' '.join(_prompt_text(prompt).split())}"
+    out.print(Text(title, style="dim"), soft_wrap=True)
+
+
+def _prompt_text(prompt: Prompt) -> str:
+    """Of a chat the last message, of token ids their number."""
+    if isinstance(prompt, str):
+        return prompt
+    if "prompt_token_ids" in prompt:
+        return f"prompt of {len(prompt['prompt_token_ids'])} tokens"
+    return str(prompt["messages"][-1].get("content") or "") if "messages" in prompt else str(prompt["prompt"])
 
 
 def show_text(output: RequestOutput) -> None:

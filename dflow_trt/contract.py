@@ -187,11 +187,12 @@ def drafter_contract(drafter: DrafterSpec, cache_rows: int, draft_logits: bool) 
 class PluginTensor:
     """An input or the output of a plugin node. kind "float" is float32, float16 or bfloat16, one for the whole node.
 
+    There is no bool: TensorRT's headers say of PluginTensorDesc::type that it is not supported.
     dims are letters, with a factor where the size is a multiple ("2E"); n is the number of repeated inputs.
     """
 
     name: str
-    kind: Literal["float", "int64", "bool"]
+    kind: Literal["float", "int64"]
     dims: tuple[str, ...]
     repeated: bool = False  # NAME_0 .. NAME_{n-1}
 
@@ -221,7 +222,7 @@ PLUGINS = (
             PluginTensor("beta_gamma", "float", ("B", "J", "2E")),
             PluginTensor("norm_weight", "float", ("E",)),
             PluginTensor("norm_bias", "float", ("E",)),
-            PluginTensor("relay_on", "bool", ("B", "J")),
+            PluginTensor("relay_on", "int64", ("B", "J")),  # 0 is off
         ),
         PluginTensor("relayed", "float", ("B", "J", "E")),
         {RELAY_INJECT_EPSILON: RELAY_INJECT_EPSILON_DEFAULT},

@@ -20,7 +20,7 @@ from dflow_trt import contract as c
 from dflow_trt.bundle import Bundle
 from dflow_trt.errors import UserError
 from dflow_trt.method.draft import block_ids, draft_length, positions
-from dflow_trt.method.policy import Candidate, DraftPolicy, make_policy
+from dflow_trt.method.policy import Candidate, make_policy
 from dflow_trt.method.relay import relay_rows, relay_state
 from dflow_trt.method.sampling import Pick, Sampler, Workspace
 from dflow_trt.method.verify import Accepted, accept
@@ -28,7 +28,7 @@ from dflow_trt.request import Emission, Phase, Request, RequestStats, RoundResul
 from dflow_trt.runtime.base import Array, Runtime
 from dflow_trt.runtime.draw import Draw, drawable, drawn_pick
 from dflow_trt.slots import SlotTable
-from dflow_trt.spec import CACHE_STEP, DrafterSpec
+from dflow_trt.spec import CACHE_STEP, DrafterSpec, DraftPolicy
 
 CHUNK_STEP = 16  # prefill rows are padded to this, so that call shapes repeat
 

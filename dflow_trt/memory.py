@@ -15,10 +15,18 @@ from pathlib import Path
 
 from dflow_trt import contract as c
 from dflow_trt.bundle import Bundle, DrafterEntry, FileEntry, engine_file
-from dflow_trt.checkpoint.names import DOMINO_NAMES, EMBEDDING, HEAD, Shapes, drafter_tensors, target_tensors
+from dflow_trt.checkpoint.names import (
+    DOMINO_NAMES,
+    EMBEDDING,
+    HEAD,
+    Shapes,
+    drafter_tensors,
+    linear_layers,
+    target_tensors,
+)
 from dflow_trt.graphs.builder import NUMPY
 from dflow_trt.graphs.store import ALIGNMENT
-from dflow_trt.spec import BuildSpec, DrafterSpec, DType, StackSpec, TargetSpec, WeightForm
+from dflow_trt.spec import BuildSpec, DrafterSpec, DType, QuantSpec, StackSpec, TargetSpec, WeightForm
 
 FLOAT32 = NUMPY["float32"].itemsize
 ARENA = 2  # what ONNX Runtime's arenas hold for a byte in use: they grow by doubling
@@ -202,10 +210,7 @@ def _data_files(bundle: Bundle) -> Iterator[tuple[str, int]]:
     layers = {name: shape for name, shape in target_tensors(target).items() if name not in (EMBEDDING, HEAD)}
     dead = _dead(target, build)
     yield c.VOCAB_DATA, sum(_Tables(bundle).sizes.values())
-    yield (
-        _data_file(c.TARGET, None),
-        _stored(layers, build.dtype, build.target_weights) + _rope(bundle, target) + dead,
-    )
+    yield _data_file(c.TARGET, None), _target_layers(bundle, layers) + _rope(bundle, target) + dead
     for name, spec in ((name, entry.spec) for name, entry in bundle.drafters.items()):
         parts = _drafter_parts(spec)
         context = _stored(parts.wide, "float32", "float") + _stored(parts.context, build.dtype, build.draft_weights)
@@ -239,6 +244,30 @@ def _drafter_parts(spec: DrafterSpec) -> _Parts:
     return _Parts(wide, {name: rest[name] for name in rest if _FUSED_CONTEXT.search(name)}, relay, rest)
 
 
+def _target_layers(bundle: Bundle, shapes: Shapes) -> int:
+    """The target's decoder as an engine has it: ONNX Runtime's has quantised layers of the checkpoint in floats."""
+    build, quantisation = bundle.build, bundle.target.quantisation
+    if quantisation is None:
+        return _stored(shapes, build.dtype, build.target_form)
+    quantised = [module for module in linear_layers(bundle.target.stack, "model.") if module not in quantisation.kept]
+    wide = {name: shape for name, shape in shapes.items() if name.removesuffix(".weight") not in quantised}
+    item, size = NUMPY[build.dtype].itemsize, _stored(wide, build.dtype, "float")
+    matrices = (shapes[f"{module}.weight"] for module in quantised)
+    return size + sum(_quantised(quantisation, shape[0], shape[1], item, _on_cpu(bundle)) for shape in matrices)
+
+
+def _quantised(spec: QuantSpec, outputs: int, inputs: int, item: int, wide: bool) -> int:
+    """One quantised matrix with its scales: of channels in float32, of groups and of input features in ``item`` bytes.
+
+    wide: it lies there as floats.
+    """
+    smoothing = _pages(item * inputs)
+    if wide:
+        return _pages(item * outputs * inputs) + smoothing
+    scales = FLOAT32 * outputs if spec.group_size is None else item * outputs * inputs // spec.group_size
+    return _pages(outputs * inputs * spec.bits // 8) + _pages(scales) + smoothing
+
+
 def _stored(shapes: Shapes, dtype: DType, form: WeightForm) -> int:
     """Tensors as an engine has them, in whole pages: matrices in their form, int8 with a float32 scale a channel."""
     item = NUMPY[dtype].itemsize
@@ -269,7 +298,7 @@ class _Tables:
 
     def __init__(self, bundle: Bundle) -> None:
         target, build = bundle.target, bundle.build
-        forms = {build.target_weights} | ({build.draft_weights} if bundle.drafters else set())
+        forms = {build.target_form} | ({build.draft_weights} if bundle.drafters else set())
         elements = c.vocab_columns(target.vocab_size) * target.stack.hidden_size
         tied = target.tied_head and "float" in forms
         embed: DType = build.dtype if tied else target.checkpoint_dtype
@@ -285,14 +314,14 @@ def _packed_heads(bundle: Bundle) -> int:
     """What ONNX Runtime adds to the one file that all engines map: it packs every float head anew, the first of them
     instead of the mapping."""
     tables, build = _Tables(bundle), bundle.build
-    forms = [build.target_weights, *(build.draft_weights for _ in bundle.specs)]
+    forms = [build.target_form, *(build.draft_weights for _ in bundle.specs)]
     return sum(tables.sizes[tables.heads[form]] for form in [form for form in forms if form == "float"][1:])
 
 
 def _table_copies(bundle: Bundle) -> int:
     """TensorRT's engines share nothing: each holds every table that it reads."""
     tables, build = _Tables(bundle), bundle.build
-    engines = [{"embed", tables.heads[build.target_weights]}]
+    engines = [{"embed", tables.heads[build.target_form]}]
     for spec in bundle.specs:
         reads_drafts = {"embed"} if spec.corrected_drafts else set()  # a causal head embeds its own drafts
         engines += [{"embed"}, {tables.heads[build.draft_weights]} | reads_drafts]  # relay, drafter

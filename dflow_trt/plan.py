@@ -88,10 +88,11 @@ def make_plan(
     backend = choose_backend(options.backend, options.engine)
     if not 0 < memory_fraction <= 1:
         raise UserError(f"--memory-fraction: {memory_fraction:g}; allowed: above 0, at most 1")
-    source = read_target(target)
+    source = read_target(target, quantised=True)
     specs = {draft.spec.name: draft.spec for draft in read_drafters(drafters, source.spec)}
     limits = _Limits(source.spec, specs, options, backend)
     build = limits.build()
+    backend.check(build, source.spec, tuple(specs.values()))
     fit = None if memory is None else _fit(limits, build, memory, memory_fraction)
     return Plan(build, limits.plan(build), fit)
 
@@ -116,10 +117,7 @@ class _Limits:
             max_batch_size=self.options.max_batch_size if batch is None else batch,
             max_seq_len=self.options.max_seq_len if length is None else length,
         )
-        build = build_spec(options, self.backend, self.target, self.verify_rows)
-        if build.backend == onnxruntime.NAME:  # the others look for a GPU and their libraries, too
-            self.backend.check(build, self.target, tuple(self.drafters.values()))
-        return build
+        return build_spec(options, self.backend, self.target, self.verify_rows)
 
     def plan(self, build: BuildSpec) -> MemoryPlan:
         return plan_memory(unbuilt(self.target, self.drafters, build))

@@ -10,15 +10,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from dflow_trt.checkpoint.names import EMBEDDING, HEAD
-from dflow_trt.checkpoint.weights import Array, Weights
+from dflow_trt.checkpoint.weights import Array, QuantisedLinear, Weights
 from dflow_trt.rope import rope_tables
 from dflow_trt.spec import DrafterSpec, StackSpec, TargetSpec, WeightForm
 
 HEAD_ROWS = 4096  # vocabulary rows at a time
 Linear = Callable[[Array, Array], Array]
+INT8_LEVELS, FP8_LEVELS = (-128, 127), (-448, 448)  # the ends of the types that inputs are rounded to
 
 
 def float_linear(x: Array, weight: Array) -> Array:
@@ -37,6 +39,19 @@ def int8_linear(x: Array, weight: Array) -> Array:
 LINEAR: dict[WeightForm, Linear] = {"float": float_linear, "int8": int8_linear}
 
 
+def layer_input(x: Array, layer: QuantisedLinear | None, rounded: bool = True) -> Array:
+    """x [S,in] as a quantised layer takes it; without ``rounded`` only multiplied."""
+    smoothing, scale = (None, None) if layer is None else (layer.pre_quant_scale(), layer.input_scale())
+    if smoothing is not None:
+        x = x * smoothing
+    if layer is None or scale is None or not rounded:
+        return x
+    levels = x / scale
+    if layer.spec.algo == "FP8":
+        return np.clip(levels, *FP8_LEVELS).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scale
+    return np.asarray(np.clip(np.rint(levels), *INT8_LEVELS) * scale, np.float32)
+
+
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     return np.asarray(x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight, np.float32)
 
@@ -52,18 +67,20 @@ def silu(x: Array) -> Array:
 
 @dataclass(frozen=True)
 class ReferenceStack:
-    """The decoder layers of one checkpoint."""
+    """The decoder layers of one checkpoint. rounded: whether inputs of quantised layers are, as it says."""
 
     weights: Weights
     stack: StackSpec
     prefix: str
     linear: Linear = float_linear
+    rounded: bool = True
 
     def read(self, name: str) -> Array:
         return self.weights.read(name).astype(np.float32)
 
     def project(self, name: str, x: Array) -> Array:
         """One linear layer with its bias, if it has one."""
+        x = layer_input(x, self.weights.quantised(f"{name}.weight"), self.rounded)
         y = self.linear(x, self.read(f"{name}.weight"))
         return y + self.read(f"{name}.bias") if f"{name}.bias" in set(self.weights.names()) else y
 
@@ -132,10 +149,10 @@ class ReferenceHead:
 
 
 def target_forward(
-    weights: Weights, spec: TargetSpec, ids: Sequence[int], linear: Linear = float_linear
+    weights: Weights, spec: TargetSpec, ids: Sequence[int], linear: Linear = float_linear, rounded: bool = True
 ) -> tuple[Array, list[Array]]:
     """A whole pass over ``ids``: (logits [S,live vocabulary], the output of every layer [S,E])."""
-    stack, head = ReferenceStack(weights, spec.stack, "model.", linear), ReferenceHead(weights, spec, linear)
+    stack, head = ReferenceStack(weights, spec.stack, "model.", linear, rounded), ReferenceHead(weights, spec, linear)
     x, positions, outputs = head.embed(ids), np.arange(len(ids)), []
     for i in range(spec.stack.num_layers):
         x = stack.layer(i, x, positions)

@@ -68,7 +68,7 @@ def run_self_check(
         result["errors"] = check.run()
         if bundle.build.backend != "onnxruntime":
             result["engines"] = "not run"
-        if bundle.build.target_weights != "float":
+        if bundle.build.target_form != "float":
             result["agreement"] = quantised_agreement(bundle, target)
     return result
 
@@ -80,6 +80,13 @@ class _Check:
         self.bundle, self.target, self.drafts = bundle, target, drafts
         self.errors: dict[str, float] = {}
         self._random = np.random.default_rng(0)
+
+    @property
+    def target_form(self) -> WeightForm:
+        """How near the target's layers must be: where inputs are rounded, as near as int8 weights' are."""
+        quantisation = self.bundle.target.quantisation
+        rounded = quantisation is not None and quantisation.rounds_inputs
+        return "int8" if rounded else self.bundle.build.target_form
 
     def rows(self, count: int, width: int) -> Array:
         return self._random.standard_normal((count, width), np.float32)
@@ -129,7 +136,7 @@ class _Check:
 
     def stack(self, draft: DrafterCheckpoint | None) -> ref.ReferenceStack:
         if draft is None:
-            linear = ref.LINEAR[self.bundle.build.target_weights]
+            linear = ref.LINEAR[self.bundle.build.target_form]
             return ref.ReferenceStack(self.target.weights, self.target.spec.stack, "model.", linear)
         linear = ref.LINEAR[self.bundle.build.draft_weights]
         return ref.ReferenceStack(draft.weights, draft.spec.stack, "", linear)
@@ -160,11 +167,11 @@ class _LayerCheck(_Check):
 
     def _check_target(self) -> None:
         engine, stack = _Engine(self.bundle, c.TARGET, None), self.stack(None)
-        form, ids = self.bundle.build.target_weights, self.ids(ROWS)
+        ids = self.ids(ROWS)
         self.compare("target.embed", engine.embed(ids), self.head("float").embed(ids.tolist()))
         for i in sorted({0, stack.stack.num_layers - 1}):
-            self._check_block("target", engine, stack, i, ROWS, form)
-        self._check_head("target", engine, None, stack.stack.num_layers - 1, form)
+            self._check_block("target", engine, stack, i, ROWS, self.target_form)
+        self._check_head("target", engine, None, stack.stack.num_layers - 1, self.bundle.build.target_form)
 
     def _check_block(
         self, label: str, engine: _Engine, stack: ref.ReferenceStack, i: int, rows: int, form: WeightForm
@@ -195,7 +202,7 @@ class _LayerCheck(_Check):
         """What a layer adds to its input: beside that, an error in a small update would not show."""
         wanted, noise = stack.layer(i, x, positions, context), 0.0
         if form != "float":
-            plain = dataclasses.replace(stack, linear=ref.LINEAR["float"])
+            plain = dataclasses.replace(stack, linear=ref.LINEAR["float"], rounded=False)
             noise = _rms(plain.layer(i, x, positions, context) - wanted)
         self.compare(section, found - x, wanted - x, form, noise=noise)
 
@@ -404,8 +411,9 @@ def _widened(model: ir.Model) -> ir.Model:
         if value.const_value is not None and value.const_value.dtype in HALF:
             value.const_value = ir.tensor(value.const_value.numpy().astype(np.float32), name=value.name)
     for node in model.graph:
-        if node.op_type == "Cast" and node.attributes["to"].value in HALF:
-            node.attributes["to"] = ir.AttrInt64("to", int(ir.DataType.FLOAT))
+        for key in ("to", "output_dtype"):  # of Cast, of DequantizeLinear
+            if key in node.attributes and node.attributes[key].value in HALF:
+                node.attributes[key] = ir.AttrInt64(key, int(ir.DataType.FLOAT))
         for each in (*node.inputs, *node.outputs):
             if each is not None and each.dtype in HALF:
                 each.type = ir.TensorType(ir.DataType.FLOAT)
@@ -417,6 +425,7 @@ def _run(path: Path, feeds: dict[str, Array], outputs: Sequence[str]) -> dict[st
     options.log_severity_level = 3
     options.add_session_config_entry("session.disable_prepacking", "1")  # a packed copy would double the memory
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # one call: nothing to wait for
+    options.add_session_config_entry("session.disable_quant_qdq", "1")  # quantised layers as written, not fused
     exact_int8(options)
     session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     return dict(zip(outputs, session.run(list(outputs), feeds), strict=True))
@@ -431,12 +440,13 @@ class _FullCheck(_LayerCheck):
         super().run()
         self._runtime = OrtRuntime(self.bundle, slots=1)
         ids = self.ids(2 * ROWS)
-        linear = ref.LINEAR[self.bundle.build.target_weights]
+        linear = ref.LINEAR[self.bundle.build.target_form]
         logits, outputs = ref.target_forward(self.target.weights, self.target.spec, ids.tolist(), linear)
         found = target_pass(self._runtime, ids)
-        form, noise = self.bundle.build.target_weights, 0.0
+        form, noise = self.target_form, 0.0
         if form != "float":
-            noise = _rms(ref.target_forward(self.target.weights, self.target.spec, ids.tolist())[0] - logits)
+            plain = ref.target_forward(self.target.weights, self.target.spec, ids.tolist(), rounded=False)[0]
+            noise = _rms(plain - logits)
         live = found[:, : self.target.spec.live_vocab]
         self.compare("target.logits", live, logits, form, noise=noise, whole=True)
         for draft in self.drafts:

@@ -14,13 +14,18 @@ from typing import Any, Literal
 RelayStart = Literal["after_rejection", "at_rejection"]
 DType = Literal["float32", "float16", "bfloat16"]
 WeightForm = Literal["float", "int8"]
+QuantAlgo = Literal["FP8", "W8A8_SQ_PER_CHANNEL", "W8A16", "W4A16_AWQ"]
+TargetWeights = Literal["float", "int8", "FP8", "W8A8_SQ_PER_CHANNEL", "W8A16", "W4A16_AWQ"]  # either of the two above
 BackendName = Literal["onnxruntime", "tensorrt", "tensorrt-rtx"]
+DraftPolicy = Literal["fixed", "adaptive"]
 Hardware = Literal["none", "same_compute_capability", "ampere_plus"]
 
 RELAY_STARTS: tuple[RelayStart, ...] = ("after_rejection", "at_rejection")
 DTYPES: tuple[DType, ...] = ("float32", "float16", "bfloat16")
+DRAFT_POLICIES: tuple[DraftPolicy, ...] = ("fixed", "adaptive")
 HARDWARE: tuple[Hardware, ...] = ("none", "same_compute_capability", "ampere_plus")  # of compatibility
-WEIGHT_FORMS: tuple[WeightForm, ...] = ("float", "int8")
+WEIGHT_FORMS: tuple[WeightForm, ...] = ("float", "int8")  # what a build can make of float weights
+QUANT_ALGOS: tuple[QuantAlgo, ...] = ("FP8", "W8A8_SQ_PER_CHANNEL", "W8A16", "W4A16_AWQ")
 PREFILL_CHUNK = 256  # rows; a CPU gains nothing from longer chunks, and every KV cache keeps this margin
 CACHE_STEP = 64  # live cache lengths grow in these steps, so that call shapes repeat and vector loops have no tail
 AUTOREGRESSIVE = "ar"
@@ -71,11 +76,36 @@ class StackSpec:
 
 
 @dataclass(frozen=True)
+class QuantSpec:
+    """How a checkpoint stores its decoder's linear layers, by NVIDIA ModelOpt's names.
+
+    algo: FP8, e4m3 weights with one scale a tensor or channel, and inputs rounded to e4m3 by a static scale;
+    W8A8_SQ_PER_CHANNEL, the same in int8 with one scale a channel; W8A16, such int8 weights alone; W4A16_AWQ, int4
+    weights alone, with one scale for every ``group_size`` input features of a channel (None for the others).
+    kept: the linear layers that stay float, e.g. "model.layers.0.mlp.down_proj".
+    """
+
+    algo: QuantAlgo
+    group_size: int | None
+    kept: tuple[str, ...]
+
+    @property
+    def bits(self) -> int:
+        """Of one weight."""
+        return 4 if self.algo == "W4A16_AWQ" else 8
+
+    @property
+    def rounds_inputs(self) -> bool:
+        return self.algo in ("FP8", "W8A8_SQ_PER_CHANNEL")
+
+
+@dataclass(frozen=True)
 class TargetSpec:
     """The target model.
 
     vocab_size: rows of the embedding table, padding included. live_vocab: ids below it exist in the tokenizer (equal to
     vocab_size where there is no tokenizer); ids from live_vocab on are never produced, with or without speculation.
+    checkpoint_dtype: of what the checkpoint does not quantise.
     """
 
     stack: StackSpec
@@ -89,6 +119,7 @@ class TargetSpec:
     checkpoint_dtype: DType
     architecture: str
     licence: str | None
+    quantisation: QuantSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -171,7 +202,10 @@ class DrafterSpec:
 
 @dataclass(frozen=True)
 class BuildSpec:
-    """The limits and choices of one build; names follow trtllm-build where they mean the same."""
+    """The limits and choices of one build; names follow trtllm-build where they mean the same.
+
+    target_weights: what the target's linear layers compute with; a quantised checkpoint decides that itself.
+    """
 
     backend: BackendName
     dtype: DType
@@ -179,9 +213,14 @@ class BuildSpec:
     max_input_len: int
     max_seq_len: int
     max_num_tokens: int
-    target_weights: WeightForm
+    target_weights: TargetWeights
     draft_weights: WeightForm
     draft_logits: bool
+
+    @property
+    def target_form(self) -> WeightForm:
+        """What the build itself makes of the target's float weights, its head's in any case."""
+        return "int8" if self.target_weights == "int8" else "float"
 
     @property
     def prefill_chunk(self) -> int:
@@ -209,7 +248,13 @@ def _stack(data: Mapping[str, Any]) -> StackSpec:
 
 def target_from_json(data: Mapping[str, Any]) -> TargetSpec:
     """The inverse of :func:`to_json`; raises TypeError or KeyError on unknown or missing fields."""
-    return TargetSpec(**{**data, "stack": _stack(data["stack"]), "eos_ids": tuple(data["eos_ids"])})
+    quantisation = _quantisation(data.get("quantisation"))
+    stack, eos = _stack(data["stack"]), tuple(data["eos_ids"])
+    return TargetSpec(**{**data, "stack": stack, "eos_ids": eos, "quantisation": quantisation})
+
+
+def _quantisation(data: Mapping[str, Any] | None) -> QuantSpec | None:
+    return None if data is None else QuantSpec(**{**data, "kept": tuple(data["kept"])})
 
 
 def drafter_from_json(data: Mapping[str, Any]) -> DrafterSpec:

@@ -9,7 +9,6 @@ namespace dflow::contract {
 enum class Kind {
   kFloat,  // float32, float16 or bfloat16, one for the whole node
   kInt64,
-  kBool,
 };
 
 inline constexpr int32_t kRepeats = 0;  // a factor: the number of repeated inputs
@@ -63,7 +62,7 @@ inline constexpr Tensor kInputs[] = {
     {"beta_gamma", Kind::kFloat, 3, {{'B', 1}, {'J', 1}, {'E', 2}}, false},
     {"norm_weight", Kind::kFloat, 1, {{'E', 1}}, false},
     {"norm_bias", Kind::kFloat, 1, {{'E', 1}}, false},
-    {"relay_on", Kind::kBool, 2, {{'B', 1}, {'J', 1}}, false},
+    {"relay_on", Kind::kInt64, 2, {{'B', 1}, {'J', 1}}, false},
 };
 inline constexpr Tensor kOutput = {"relayed", Kind::kFloat, 3, {{'B', 1}, {'J', 1}, {'E', 1}}, false};
 inline constexpr Plugin kPlugin = {"RelayInject", kInputs, 6, kOutput};

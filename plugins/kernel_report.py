@@ -13,6 +13,7 @@ import argparse
 import re
 import sys
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 DTYPES = {"f": "float32", "NS_4HalfE": "float16", "NS_8BFloat16E": "bfloat16", "j": "32 bits", "t": "16 bits"}
@@ -76,11 +77,20 @@ def _name(symbol: str) -> tuple[str, str, str]:
 
 
 def print_usage(usages: list[Usage]) -> None:
-    print(f"{'kernel':8} {'access':7} {'values':9} {'sm':>4} {'registers':>9} {'spilled':>8} {'shared':>7} ", end="")
-    print(f"{'threads/SM':>10} {'KiB in flight/SM':>16}")
-    for u in usages:
-        print(f"{u.kernel:8} {u.access:7} {u.dtype:9} {u.sm:>4} {u.registers:9} {u.spilled:8} {u.shared:7} ", end="")
-        print(f"{u.threads_per_sm:10} {u.kib_in_flight:16.0f}")
+    """A line a kernel; its registers on each architecture, the worst of the rest."""
+    architectures = list(dict.fromkeys(u.sm for u in sorted(usages, key=lambda u: int(u.sm))))
+    print(f"{'':8} {'':7} {'':9} registers on sm")
+    print(f"{'kernel':8} {'access':7} {'values':9} {' '.join(f'{sm:>4}' for sm in architectures)} ", end="")
+    print(f"{'spilled':>8} {'shared':>7} {'threads/SM':>10} {'KiB in flight/SM':>16}")
+    for (kernel, access, dtype), group in groupby(usages, lambda u: (u.kernel, u.access, u.dtype)):
+        found = {u.sm: u for u in group}
+        registers = " ".join(f"{found[sm].registers if sm in found else '-':>4}" for sm in architectures)
+        spilled, shared = (max(getattr(u, name) for u in found.values()) for name in ("spilled", "shared"))
+        least = min(found.values(), key=lambda u: u.threads_per_sm)
+        print(f"{kernel:8} {access:7} {dtype:9} {registers} {spilled:8} {shared:7} ", end="")
+        in_flight = "-" if access == "-" else f"{least.kib_in_flight:.0f}"
+        print(f"{least.threads_per_sm:10} {in_flight:>16}")
+    print("threads/SM: as many as registers allow, on the architecture that allows the fewest")
 
 
 @dataclass(frozen=True)
@@ -100,6 +110,7 @@ class Work:
 
 
 HIDDEN_SIZES = {"Qwen3-1.7B": 2048, "Qwen3-4B": 2560, "Qwen3-8B": 4096}
+VOCABULARY = 151_936  # of all of them
 BATCHES = (1, 4, 16, 64)
 TAPS = 5  # of released drafters
 BLOCK = 16
@@ -116,9 +127,16 @@ def inject_work(model: str, batch: int) -> Work:
     """In float32, all but the anchor relayed: reads x, h, beta and gamma, and the norm once; writes the block."""
     size, on = HIDDEN_SIZES[model], batch * (BLOCK - 1)
     row = size * 4
-    read = batch * BLOCK * (row + 1) + on * 3 * row + 2 * row
+    read = batch * BLOCK * (row + 8) + on * 3 * row + 2 * row
     # sum 1; deviation 1, its sum 1, its square 2; unit 3; weight and bias 2; beta and gamma 2; x 1
     return Work("inject", model, batch, read, batch * BLOCK * row, on * size * 13)
+
+
+def sample_work(model: str, batch: int) -> Work:
+    """A token for every row of a verify pass, from bfloat16 logits by temperature alone. In double precision."""
+    rows = batch * BLOCK
+    # difference to the peak 1, quotient 1, exponential 1 (some 20 of the processor's), steps 1, sum 1
+    return Work("sample", model, batch, rows * (VOCABULARY * 2 + 64), rows * 8, rows * VOCABULARY * 5)
 
 
 def print_model() -> None:
@@ -127,8 +145,8 @@ def print_model() -> None:
         end="",
     )
     print(" ".join(f"{'us on ' + card:>11}" for card in BANDWIDTHS))
-    for work_of in (extract_work, inject_work):
-        for model in HIDDEN_SIZES:
+    for work_of, models in ((extract_work, HIDDEN_SIZES), (inject_work, HIDDEN_SIZES), (sample_work, ("Qwen3",))):
+        for model in models:
             for batch in BATCHES:
                 print_work(work_of(model, batch))
     print("us: bytes moved over the card's data-sheet bandwidth, a floor; below a few us a launch costs more")

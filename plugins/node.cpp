@@ -36,8 +36,6 @@ char const* name_of(Kind kind, DataType first) {
   switch (kind) {
     case Kind::kInt64:
       return "int64";
-    case Kind::kBool:
-      return "bool";
     case Kind::kFloat:
       return is_float(first) ? name_of(first) : "float32, float16 or bfloat16";
   }
@@ -117,8 +115,6 @@ bool Node::allows(int32_t position, DataType type, DataType first) const {
   switch (tensor(position).kind) {
     case Kind::kInt64:
       return type == DataType::kINT64;
-    case Kind::kBool:
-      return type == DataType::kBOOL;
     case Kind::kFloat:
       return is_float(type) && type == first;
   }

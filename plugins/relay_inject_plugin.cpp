@@ -54,7 +54,7 @@ int32_t RelayInjectPlugin::enqueue(nvinfer1::PluginTensorDesc const* input_descs
   args.beta_gamma = inputs[relay::kBetaGamma];
   args.norm_weight = inputs[relay::kNormWeight];
   args.norm_bias = inputs[relay::kNormBias];
-  args.relay_on = static_cast<uint8_t const*>(inputs[relay::kRelayOn]);
+  args.relay_on = static_cast<int64_t const*>(inputs[relay::kRelayOn]);
   args.relayed = outputs[0];
   args.rows = x.d[0] * x.d[1];
   args.columns = static_cast<int32_t>(x.d[2]);

@@ -1,4 +1,4 @@
-// dflow::RelayInject: x + beta * LayerNorm(h) + gamma where relay_on, else x.
+// dflow::RelayInject: x + beta * LayerNorm(h) + gamma where relay_on is not 0, else x.
 #pragma once
 
 #include "plugin.h"

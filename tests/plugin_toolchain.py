@@ -1,7 +1,8 @@
 """Builds the C++ parts of the plugins for the tests: on demand, once, under ``build/``.
 
 Where a compiler or a TensorRT library is missing, a test is skipped with the reason. With DFLOW_REQUIRE_TOOLCHAIN=1
-what is missing is fetched from PyPI instead, and the test fails if that is not possible.
+(test.sh --toolchain sets it) what is missing is fetched from PyPI instead, as build_scripts/toolchain pins it, and the
+test fails if that is not possible.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -26,6 +27,7 @@ TESTS = PLUGINS / "tests"
 BUILD = ROOT / "build" / "plugins"
 TOOLCHAIN = ROOT / "build" / "toolchain"
 SCRIPT = ROOT / "build_scripts" / "build_plugins.sh"
+PINNED = ROOT / "build_scripts" / "toolchain"
 REQUIRED = os.environ.get("DFLOW_REQUIRE_TOOLCHAIN", "0") not in ("", "0")
 
 KERNELS = sorted((PLUGINS / "kernels").glob("*.cu"))
@@ -41,7 +43,7 @@ def unavailable(reason: str) -> NoReturn:
     """Skip the test, or fail it where nothing may be missing."""
     if REQUIRED:
         pytest.fail(reason)
-    pytest.skip(f"{reason} (DFLOW_REQUIRE_TOOLCHAIN=1 fetches what is missing)")
+    pytest.skip(f"{reason} (build_scripts/test.sh --toolchain fetches what is missing)")
 
 
 def run(command: Command, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -61,18 +63,18 @@ def _locked(name: str) -> Iterator[None]:
         yield
 
 
-def _fingerprint(command: Command) -> str:
+def _fingerprint(command: Command, sources: Iterable[Path]) -> str:
     digest = hashlib.sha256("\0".join(map(str, command)).encode())
-    for source in sorted(path for path in [SCRIPT, *PLUGINS.rglob("*")] if path.suffix in SOURCE_SUFFIXES):
+    for source in sorted(path for path in [SCRIPT, *sources] if path.suffix in SOURCE_SUFFIXES):
         digest.update(source.read_bytes())
     return digest.hexdigest()
 
 
-def _build(output: Path, command: Command) -> str:
+def _build(output: Path, command: Command, sources: Iterable[Path]) -> str:
     """Run a command that makes ``output``, unless that was done from the same sources; gives what it printed."""
     log, stamp = output.with_name(f"{output.name}.log"), output.with_name(f"{output.name}.stamp")
     with _locked(output.name):
-        wanted = _fingerprint(command)
+        wanted = _fingerprint(command, sources)
         if not (output.exists() and stamp.exists() and stamp.read_text() == wanted):
             result = run(command)
             if result.returncode != 0:
@@ -102,7 +104,7 @@ def plugin_library() -> Path:
     """The plugin library for all architectures, as build_plugins.sh makes it."""
     tools()
     output = BUILD / "libdflow_plugins.so"
-    _build(output, ["bash", SCRIPT, "--output", output, *_fetch()])
+    _build(output, ["bash", SCRIPT, "--output", output, *_fetch()], set(PLUGINS.rglob("*")) - set(TESTS.rglob("*")))
     return output
 
 
@@ -118,7 +120,7 @@ def host_program(name: str, sources: Sequence[Path], *options: str) -> Path:
         unavailable(f"{compiler} was not found; install it (Debian: apt-get install g++)")
     output = BUILD / name
     flags = ["-std=c++17", "-O1", "-ffp-contract=off", *WARNINGS, "-I", TESTS / "cuda_on_cpu", *options]
-    _build(output, [compiler, *flags, "-o", output, "-x", "c++", *sources, *ON_CPU, *KERNELS])
+    _build(output, [compiler, *flags, "-o", output, "-x", "c++", *sources, *ON_CPU, *KERNELS], PLUGINS.rglob("*"))
     return output
 
 
@@ -129,18 +131,18 @@ def cuda_program(name: str, sources: Sequence[Path], *options: str) -> Path:
     flags = ["-std=c++17", "-O2", "-cudart", "static", "-Xcompiler", ",".join(WARNINGS), "-isystem", headers]
     flags += [f"-arch={'native' if shutil.which('nvidia-smi') else 'sm_80'}"]
     flags += ["-L", nvcc.resolve().parents[1] / "lib", *options]
-    _build(output, [nvcc, *flags, "-o", output, *sources])
+    _build(output, [nvcc, *flags, "-o", output, *sources], PLUGINS.rglob("*"))
     return output
 
 
-def wheels(name: str, *requirements: str) -> Path:
-    """A folder with wheels from PyPI, without their dependencies; kept between runs."""
-    folder = ROOT / "build" / "wheels" / name
+def wheels(name: str) -> Path:
+    """A folder with the wheels that build_scripts/toolchain/NAME.txt pins; kept between runs."""
+    folder = TOOLCHAIN / name
     with _locked(name):
         if folder.exists():
             return folder
         if not REQUIRED:
-            unavailable(f"{' and '.join(requirements)} are not there")
+            unavailable(f"the wheels of {name} are not there")
         partial = folder.with_name(f"{name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         pip = [
@@ -153,8 +155,8 @@ def wheels(name: str, *requirements: str) -> Path:
             "--no-deps",
             "--no-compile",
         ]
-        result = run([*pip, "--target", partial, *requirements])
+        result = run([*pip, "--target", partial, "--require-hashes", "--requirement", PINNED / f"{name}.txt"])
         if result.returncode != 0:
-            unavailable(f"{' and '.join(requirements)} could not be installed: {result.stdout}")
+            unavailable(f"the wheels of {name} could not be installed: {result.stdout}")
         partial.rename(folder)
     return folder

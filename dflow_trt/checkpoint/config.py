@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dflow_trt.checkpoint.reader import Config, read_config, show
 from dflow_trt.spec import DTYPES, RopeSpec, StackSpec
 
-__all__ = ["Config", "read_config", "read_layers", "read_rope", "read_stack", "reject_unsupported"]
+__all__ = ["Config", "read_config", "read_layers", "read_rope", "read_stack", "reject_quantised", "reject_unsupported"]
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 MAX_LAYERS = 1024
@@ -28,7 +28,6 @@ _YARN = {
 }
 _ROPE_KEYS = {"default": set[str](), "linear": _SCALED, "yarn": _SCALED | _YARN | {"truncate"}}
 _UNSUPPORTED = (
-    "quantization_config",
     "num_experts",
     "num_local_experts",
     "n_routed_experts",
@@ -40,7 +39,7 @@ def reject_unsupported(config: Config) -> None:
     """Refuse, by key, models whose tensors look like Qwen3 but whose arithmetic is another."""
     for key in _UNSUPPORTED:
         if config.get(key) not in (None, 0):
-            raise config.error(key, "absent", "use an unquantised dense checkpoint")
+            raise config.error(key, "absent", "use a dense checkpoint")
     config.one_of("hidden_act", ("silu",), default="silu")
     if not config.boolean("use_qk_norm", True):
         raise config.error("use_qk_norm", "true or absent", "use a Qwen3 model with q_norm and k_norm")
@@ -48,6 +47,12 @@ def reject_unsupported(config: Config) -> None:
         config.one_of(key, DTYPES, default=DTYPES[0])
     if config.get("dtype") and config.get("torch_dtype") not in (None, config.get("dtype")):
         raise config.error("torch_dtype", f"the value of dtype, {config.get('dtype')!r}", "keep one of the two keys")
+
+
+def reject_quantised(config: Config) -> None:
+    """Refuse a checkpoint that says that its weights are quantised."""
+    if config.get("quantization_config") is not None:
+        raise config.error("quantization_config", "absent", "use an unquantised checkpoint")
 
 
 def read_rope(config: Config, head_dim: int) -> RopeSpec:

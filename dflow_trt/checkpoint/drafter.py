@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflow_trt.checkpoint.config import read_stack, reject_unsupported
+from dflow_trt.checkpoint.config import read_stack, reject_quantised, reject_unsupported
 from dflow_trt.checkpoint.folder import CONFIG, checked_folder, fingerprint, licence
 from dflow_trt.checkpoint.names import DOMINO_NAMES, EMBEDDING, HEAD, RELAY_NAMES, check_tensors, drafter_tensors
 from dflow_trt.checkpoint.reader import Config, read_config, refuse, show
@@ -132,6 +132,7 @@ def _reject_other_drafters(draft: _Draft) -> None:
     """Refuse, by key, relatives of DFlash whose heads or masks are others."""
     for config in (draft.top, draft.stack):
         reject_unsupported(config)
+        reject_quantised(config)
     draft.keys.one_of("projector_type", ("dflash",) if draft.nested else ("dflash", DOMINO), default="dflash")
     for key in _OTHER_MODELS:
         if draft.keys.get(key) is not None:

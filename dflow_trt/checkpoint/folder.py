@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from dflow_trt.checkpoint.reader import refuse
-from dflow_trt.checkpoint.safetensors import SafetensorsWeights
+from dflow_trt.checkpoint.safetensors import KNOWN, SafetensorsWeights
 
 CONFIG = "config.json"
 SMALL = 16 * 2**20
@@ -43,7 +43,8 @@ def fingerprint(weights: SafetensorsWeights, others: Iterable[Path]) -> str:
     """
     digest = hashlib.sha256()
     for name in sorted(weights.names()):
-        digest.update(f"{name} {weights.shape(name)} {weights.dtype(name).name}\n".encode())
+        entry = weights.entry(name)
+        digest.update(f"{name} {entry.shape} {KNOWN[entry.dtype].name}\n".encode())
     for path in sorted({*weights.files(), *others}):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())

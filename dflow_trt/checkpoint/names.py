@@ -23,6 +23,12 @@ def target_tensors(spec: TargetSpec) -> Shapes:
     return {EMBEDDING: table} | _stack(spec.stack, "model.") | head
 
 
+def linear_layers(stack: StackSpec, prefix: str) -> dict[str, tuple[int, int]]:
+    """Name -> (outputs, input features) of the linear layers of a stack: what a checkpoint may quantise."""
+    matrices = {name: shape for name, shape in _stack(stack, prefix).items() if len(shape) == 2}
+    return {name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in matrices.items()}
+
+
 def drafter_tensors(spec: DrafterSpec) -> Shapes:
     """Name -> shape of a drafter's tensors, z-lab's names, with those of a relay and a head where the spec has them."""
     hidden = spec.stack.hidden_size

@@ -29,6 +29,13 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+PACKED: dict[str, np.dtype[Any]] = {
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+}
+"""What only a quantised layer may be stored in."""
+KNOWN = DTYPES | PACKED
 _AGAIN = "fetch the file again"
 
 
@@ -63,9 +70,26 @@ class SafetensorsWeights:
             raise refuse(entry.path, name, f"of dtype {entry.dtype}", " or ".join(DTYPES), todo)
         return DTYPES[entry.dtype]
 
+    def has(self, name: str) -> bool:
+        return name in self._entries
+
+    def entry(self, name: str) -> Entry:
+        """Where and how a tensor is stored, whatever its dtype."""
+        return self._entries[name]
+
+    def quantised(self, name: str) -> None:
+        """No tensor is: what a quantised layer needs lies in others beside it."""
+
     def read(self, name: str, rows: slice | None = None) -> Array:
         """A copy of the tensor, or of a step-1 range of its first axis; UserError if the file has shrunk."""
-        entry, dtype = self._entries[name], self.dtype(name)
+        return self._read(name, self.dtype(name), rows)
+
+    def read_packed(self, name: str, rows: slice | None = None) -> Array:
+        """The same of a tensor in one of the dtypes PACKED."""
+        return self._read(name, PACKED[self._entries[name].dtype], rows)
+
+    def _read(self, name: str, dtype: np.dtype[Any], rows: slice | None) -> Array:
+        entry = self._entries[name]
         shape, offset = entry.shape, entry.offset
         if rows is not None:
             first, last, step = rows.indices(shape[0])
@@ -199,9 +223,9 @@ def _entry(path: Path, name: str, data: Any, base: int) -> Entry:
     except (KeyError, TypeError, ValueError):
         allowed = "an object of dtype, shape and data_offsets"
         raise refuse(path, name, show(data), allowed, _AGAIN) from None
-    if dtype in DTYPES and prod(shape) * DTYPES[dtype].itemsize != end - begin:
+    if dtype in KNOWN and prod(shape) * KNOWN[dtype].itemsize != end - begin:
         found = f"{end - begin} bytes long"
-        wanted = f"{prod(shape) * DTYPES[dtype].itemsize}, for {dtype} of shape {list(shape)}"
+        wanted = f"{prod(shape) * KNOWN[dtype].itemsize}, for {dtype} of shape {list(shape)}"
         raise refuse(path, name, found, wanted, _AGAIN)
     return Entry(path, dtype, shape, base + begin, end - begin)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
 from dflow_trt.checkpoint.config import read_stack, reject_unsupported
 from dflow_trt.checkpoint.folder import CONFIG, checked_folder, fingerprint, licence
-from dflow_trt.checkpoint.names import EMBEDDING, HEAD, check_tensors, target_tensors
+from dflow_trt.checkpoint.names import EMBEDDING, HEAD, check_tensors, linear_layers, target_tensors
+from dflow_trt.checkpoint.quantised import QUANT_CONFIG, open_quantised, read_description
 from dflow_trt.checkpoint.reader import Config, read_config, refuse
 from dflow_trt.checkpoint.safetensors import SafetensorsWeights, open_weights, same_bytes
 from dflow_trt.checkpoint.weights import Weights
@@ -36,19 +38,32 @@ class TargetCheckpoint:
     tokenizer_files: tuple[Path, ...]
 
 
-def read_target(folder: Path | str) -> TargetCheckpoint:
-    """Read and validate a target folder; UserError, in one line, for anything not supported or not whole."""
+def read_target(folder: Path | str, quantised: bool = False) -> TargetCheckpoint:
+    """Read and validate a target folder; UserError, in one line, for anything not supported or not whole.
+
+    quantised: whether the caller can use quantised linear layers; otherwise they are refused.
+    """
     path = checked_folder(folder)
     config = read_config(path / CONFIG)
     architecture = read_architecture(config, ARCHITECTURES)
     config.one_of("model_type", ("qwen3",), default="qwen3")
     reject_unsupported(config)
+    said = read_description(path, config)
+    if said is not None and not quantised:
+        raise refuse(
+            path, "quant_algo", repr(said.algo), "float weights in this use", "take the unquantised checkpoint"
+        )
     tied = config.boolean("tie_word_embeddings", False)
-    weights = _one_head(open_weights(path), tied, path)
-    spec = _spec(path, config, architecture, tied, checkpoint_dtype(weights, EMBEDDING, path))
+    stored = _one_head(open_weights(path), tied, path)
+    spec = _spec(path, config, architecture, tied, checkpoint_dtype(stored, EMBEDDING, path))
+    weights: Weights = stored
+    if said is not None:
+        weights, quantisation = open_quantised(stored, said, linear_layers(spec.stack, "model."), path)
+        spec = dataclasses.replace(spec, quantisation=quantisation)
     check_tensors(weights, target_tensors(spec), path)
     files = tuple(path / name for name in TOKENIZER_FILES if (path / name).is_file())
-    return TargetCheckpoint(path, spec, weights, fingerprint(weights, (path / CONFIG, *files)), files)
+    described = [path / name for name in (CONFIG, QUANT_CONFIG) if (path / name).is_file()]
+    return TargetCheckpoint(path, spec, weights, fingerprint(stored, (*described, *files)), files)
 
 
 def read_architecture(config: Config, allowed: tuple[str, ...]) -> str:

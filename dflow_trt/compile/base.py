@@ -43,7 +43,11 @@ class Backend(Protocol):
     draft_weights: WeightForm
 
     def check(self, build: BuildSpec, target: TargetSpec, drafters: Sequence[DrafterSpec]) -> None:
-        """UserError for what cannot be built, or could not be run; before anything is written."""
+        """UserError for what cannot be built, or could not be run, on any machine; before anything is written."""
+        ...
+
+    def check_machine(self, build: BuildSpec, drafters: Sequence[DrafterSpec]) -> None:
+        """UserError for what this machine lacks to build it."""
         ...
 
     def target_lowering(self, build: BuildSpec) -> Lowering: ...

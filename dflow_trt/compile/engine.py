@@ -31,7 +31,8 @@ class EngineJob:
 
     label: as people know the engine, e.g. "dflow.relay". inputs, outputs: their dtypes by name. caches: (input, output)
     of each cache. profiles: see :mod:`dflow_trt.compile.profiles`. plugins: nodes that must become C++ plugins of the
-    library ``plugin``. full_float32: no TF32, attention in float32. compute_capabilities: of TensorRT-RTX, e.g. "8.9".
+    library ``plugin``. widened: DequantizeLinear nodes. full_float32: no TF32, attention in float32.
+    compute_capabilities: of TensorRT-RTX, e.g. "8.9".
     """
 
     backend: str
@@ -44,6 +45,7 @@ class EngineJob:
     profiles: tuple[Profile, ...]
     plugins: tuple[str, ...]
     plugin: str | None
+    widened: int
     full_float32: bool
     compute_capabilities: tuple[str, ...]
     hardware_compatibility: Hardware
@@ -115,6 +117,9 @@ def check_network(trt: Any, network: Any, job: EngineJob) -> None:
     wanted = len(job.plugins) if job.plugin else 0
     if plugins != wanted:
         raise _misfit(job, f"has {plugins} C++ plugins, not {wanted} ({', '.join(job.plugins) or 'none'})")
+    widened = sum(layer.type == trt.LayerType.DEQUANTIZE for layer in layers)
+    if widened != job.widened:
+        raise _misfit(job, f"has {widened} dequantising layers, not {job.widened}")
     updates = [layer for layer in layers if layer.type == trt.LayerType.KV_CACHE_UPDATE]
     caches = {(layer.get_input(0).name, layer.get_output(0).name) for layer in updates}
     if caches != set(job.caches) or len(updates) != len(job.caches):

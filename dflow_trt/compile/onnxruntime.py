@@ -37,8 +37,11 @@ class OnnxRuntime:
     def check(self, build: BuildSpec, target: TargetSpec, drafters: Sequence[DrafterSpec]) -> None:
         check(build, target)
 
+    def check_machine(self, build: BuildSpec, drafters: Sequence[DrafterSpec]) -> None:
+        """Any machine that runs this package can."""
+
     def target_lowering(self, build: BuildSpec) -> Lowering:
-        return Lowering(build.dtype, build.target_weights, "fold")
+        return Lowering(build.dtype, build.target_form, "fold")
 
     def draft_lowering(self, build: BuildSpec) -> Lowering:
         return Lowering(build.dtype, build.draft_weights, "fold")

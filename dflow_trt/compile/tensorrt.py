@@ -29,10 +29,13 @@ from dflow_trt.runtime import cuda
 from dflow_trt.runtime.trt.buffers import pending_bytes
 from dflow_trt.runtime.trt.engine import cache_tensors, tensor_types
 from dflow_trt.runtime.trt.library import COMPUTE_CAPABILITY, GPU, HARDWARE, LATER_VERSIONS, MODULES, import_tensorrt
-from dflow_trt.spec import BackendName, BuildSpec, DrafterSpec, DType, StackSpec, TargetSpec, WeightForm
+from dflow_trt.spec import BackendName, BuildSpec, DrafterSpec, DType, StackSpec, TargetSpec, TargetWeights, WeightForm
 
 HEAD_DIMS = range(16, 257, 8)
 """Head sizes of the fused attention, in float16 and bfloat16 (TensorRT-RTX 1.7); in float32 it is decomposed."""
+
+LEAST_CAPABILITY: dict[TargetWeights, str] = {"FP8": "8.9", "W4A16_AWQ": "8.0"}
+"""GPUs before these have no arithmetic of that type (TensorRT-RTX 1.7)."""
 
 PLUGIN_LIBRARY = "libdflow_plugins.so"
 PLUGIN_VARIABLE = "DFLOW_TRT_PLUGIN"
@@ -45,6 +48,8 @@ class TensorRT:
     name: BackendName = "tensorrt"
     dtype: DType = "bfloat16"
     draft_weights: WeightForm = "float"
+    group_sizes: tuple[int, ...] = (64, 128)
+    """Of int4 weights: what TensorRT's documentation promises."""
 
     def __init__(self, options: EngineOptions) -> None:
         self._options = options
@@ -56,8 +61,8 @@ class TensorRT:
     # -- before anything is written ----------------------------------------------------------------------------------
 
     def check(self, build: BuildSpec, target: TargetSpec, drafters: Sequence[DrafterSpec]) -> None:
-        """UserError for what TensorRT does not offer, and where TensorRT, a GPU or the plugin is missing."""
-        for flag, form in (("--target-weights", build.target_weights), ("--draft-weights", build.draft_weights)):
+        """UserError for what TensorRT does not offer."""
+        for flag, form in (("--target-weights", build.target_form), ("--draft-weights", build.draft_weights)):
             if form != "float":
                 raise UserError(f"{flag}: {form} is ONNX Runtime's own form; allowed on {self.name}: float")
         stacks = {"target": target.stack} | {f"drafter {spec.name!r}": spec.stack for spec in drafters}
@@ -65,14 +70,33 @@ class TensorRT:
             _check_heads(label, stack, build.dtype)
         for contract in [c.relay_contract(spec) for spec in drafters if spec.relay]:
             pending_bytes(contract)  # refuses sizes whose addresses TensorRT would not take
+        self._check_groups(target)
         self._check_options(build)
+
+    def _check_groups(self, target: TargetSpec) -> None:
+        size = target.quantisation.group_size if target.quantisation else None
+        if size is not None and self.group_sizes and size not in self.group_sizes:
+            allowed = " or ".join(map(str, self.group_sizes))
+            raise UserError(
+                f"target: its int4 weights share scales in groups of {size}; allowed on {self.name}: {allowed}; "
+                "export it again in such groups"
+            )
+
+    def check_machine(self, build: BuildSpec, drafters: Sequence[DrafterSpec]) -> None:
+        """UserError where TensorRT, a GPU or the plugin is missing."""
+        self._machine(build)
         if drafters:
             self._plugin_library()
 
     def _check_options(self, build: BuildSpec) -> None:
-        if self._options.compute_capabilities:
+        options = self._options
+        if options.compute_capabilities:
             raise UserError(f"--compute-capability: {self.name} compiles for the GPU that it runs on; leave it out")
-        self._machine(build)
+        if options.hardware_compatibility == "ampere_plus" and not computes(build, "8.0"):
+            raise UserError(
+                f"--hardware-compatibility: ampere_plus, but {build.target_weights} needs compute capability "
+                f"{LEAST_CAPABILITY[build.target_weights]}; allowed with this target: none, same_compute_capability"
+            )
 
     def _plugin_library(self) -> Path | None:
         """The library of the dflow:: plugins; None where the nodes' ONNX bodies are to be compiled instead."""
@@ -89,6 +113,12 @@ class TensorRT:
     def _machine(self, build: BuildSpec) -> dict[str, str]:
         """What the engines depend on, for the manifest: the version of TensorRT and the GPU."""
         version, device = str(self._trt.__version__), cuda.current_device()
+        if not computes(build, device.compute_capability):
+            raise UserError(
+                f"target: its weights are {build.target_weights}, which {device.name} of compute capability "
+                f"{device.compute_capability} does not compute; needed: {LEAST_CAPABILITY[build.target_weights]} or "
+                "later; take a target in another form"
+            )
         found = {GPU: device.name, COMPUTE_CAPABILITY: device.compute_capability}
         later = {LATER_VERSIONS: "yes"} if self._options.version_compatible else {}
         return {MODULES[self.name]: version, **found, HARDWARE: self._options.hardware_compatibility, **later}
@@ -96,7 +126,7 @@ class TensorRT:
     # -- lowering ----------------------------------------------------------------------------------------------------
 
     def target_lowering(self, build: BuildSpec) -> Lowering:
-        return Lowering(build.dtype, build.target_weights, "op")
+        return Lowering(build.dtype, build.target_form, "op", packed=True)
 
     def draft_lowering(self, build: BuildSpec) -> Lowering:
         return Lowering(build.dtype, build.draft_weights, "op")
@@ -135,11 +165,12 @@ class TensorRT:
     ) -> EngineJob:
         build, options, name = bundle.build, self._options, contract.engine
         inputs, outputs = tensor_types(contract, build.dtype)
+        graph = str(bundle.graph_path(name, drafter))
         wide = build.dtype == "float32" or name in (c.CONTEXT, c.RELAY)  # where weights are float32 in every build
         return EngineJob(
             backend=self.name,
             label=f"{drafter}.{name}" if drafter else name,
-            graph=str(bundle.graph_path(name, drafter)),
+            graph=graph,
             engine=str(bundle.engine_path(name, drafter)),
             inputs=inputs,
             outputs=outputs,
@@ -147,6 +178,7 @@ class TensorRT:
             profiles=tuple(profiles(bundle, contract)),
             plugins=contract.plugins,
             plugin=str(plugin) if plugin else None,
+            widened=_count(graph, "DequantizeLinear"),
             full_float32=wide,
             compute_capabilities=self._compute_capabilities(build),
             hardware_compatibility=options.hardware_compatibility,
@@ -178,12 +210,23 @@ def _check_graph(job: EngineJob) -> None:
         raise UserError(f"engine {job.label}: its graph is no valid ONNX ({found}); please report this") from None
 
 
+def _count(graph: str, operator: str) -> int:
+    """Nodes of that operator in a graph file."""
+    return sum(node.op_type == operator for node in onnx.load(graph, load_external_data=False).graph.node)
+
+
 def _check_heads(label: str, stack: StackSpec, dtype: DType) -> None:
     if dtype != "float32" and stack.head_dim not in HEAD_DIMS:
         raise UserError(
             f"{label}: head_dim is {stack.head_dim}; allowed in {dtype}: {HEAD_DIMS.start} to {HEAD_DIMS[-1]} in steps "
             f"of {HEAD_DIMS.step}; build with --dtype float32, or use another model"
         )
+
+
+def computes(build: BuildSpec, capability: str) -> bool:
+    """Whether GPUs of this compute capability, e.g. "8.9", know the type of the target's weights."""
+    least = LEAST_CAPABILITY.get(build.target_weights, "0.0")
+    return tuple(map(int, capability.split("."))) >= tuple(map(int, least.split(".")))
 
 
 def plugin_library() -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dflow_trt.compile.engine import EngineJob, EngineResult
-from dflow_trt.compile.tensorrt import TensorRT, run_job
+from dflow_trt.compile.tensorrt import LEAST_CAPABILITY, TensorRT, computes, run_job
 from dflow_trt.errors import UserError
 from dflow_trt.runtime.trt.library import COMPUTE_CAPABILITY, GPU, MODULES
 from dflow_trt.spec import BackendName, BuildSpec
@@ -22,6 +22,7 @@ class TensorRTRTX(TensorRT):
     """See :class:`dflow_trt.compile.base.Backend`."""
 
     name: BackendName = "tensorrt-rtx"
+    group_sizes = ()  # 16 to 256 were compiled: any
 
     def _check_options(self, build: BuildSpec) -> None:
         options = self._options
@@ -32,14 +33,17 @@ class TensorRTRTX(TensorRT):
             )
         if options.timing_cache is not None:
             raise UserError("--timing-cache: tensorrt-rtx times nothing when it compiles ahead of time; leave it out")
-        self._compute_capabilities(build)
 
     def _compute_capabilities(self, build: BuildSpec) -> tuple[str, ...]:
         offered = [name for name in _offered(self._trt) if build.dtype != "bfloat16" or name not in NO_BFLOAT16]
+        offered = [name for name in offered if computes(build, name)]
         chosen = self._options.compute_capabilities or tuple(offered)
         for name in chosen:
             if name not in offered:
-                raise UserError(f"--compute-capability: {name} in {build.dtype}; allowed: {', '.join(offered)}")
+                found = f"{name} in {build.dtype}"
+                if build.target_weights in LEAST_CAPABILITY:
+                    found += f" with {build.target_weights} weights"
+                raise UserError(f"--compute-capability: {found}; allowed: {', '.join(offered)}")
         return tuple(dict.fromkeys(chosen))
 
     def _machine(self, build: BuildSpec) -> dict[str, str]:

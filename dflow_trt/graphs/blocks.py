@@ -16,21 +16,37 @@ import onnx_ir as ir
 from dflow_trt.contract import DEAD_LOGIT, VOCAB_BLOCK
 from dflow_trt.graphs import store
 from dflow_trt.graphs.builder import CONTRIB, NUMPY, GraphBuilder
+from dflow_trt.graphs.quantised import alike, packed_weights, quantised_input
 from dflow_trt.rope import rope_tables
 from dflow_trt.spec import StackSpec
 
 U8_ZERO = np.array(128, np.uint8)
-INLINE_CHANNELS = 1 << 15  # longer scales, those of a vocabulary, lie in the data file
 MASKED_SCORE = -1e30  # finite: a row of -inf would make NaN of garbage rows
 
 
 def linear(g: GraphBuilder, name: str, x: ir.Value, weights: Sequence[str], bias: Sequence[str] = ()) -> ir.Value:
-    """x [.., in] times the stacked weights [sum of out, in] of the checkpoint, plus their stacked biases."""
-    y = times(g, name, x, stored_matrix(g, name, weights))
+    """x [.., in] times the stacked weights [sum of out, in] of the checkpoint, plus their stacked biases.
+
+    One product; more where the checkpoint treats the inputs of some weights in another way than those of others.
+    """
+    groups = alike(g.source, weights)
+    labels = [name] if len(groups) == 1 else [f"{name}.{i}" for i in range(len(groups))]
+    products = [_product(g, label, x, group) for label, group in zip(labels, groups, strict=True)]
+    y = products[0] if len(groups) == 1 else g.op(name, "Concat", *products, axis=-1)
     if not bias:
         return y
     values = np.concatenate([g.source.read(part) for part in bias])
     return g.op(f"{name}.biased", "Add", y, g.stored(f"{name}.bias", values))
+
+
+def _product(g: GraphBuilder, name: str, x: ir.Value, weights: Sequence[str]) -> ir.Value:
+    """x times weights that share its treatment: see :func:`linear`."""
+    layers = [layer for layer in map(g.source.quantised, weights) if layer is not None]
+    if layers:
+        x = quantised_input(g, name, x, layers[0])
+    if layers and g.lowering.packed:
+        return g.op(name, "MatMul", x, packed_weights(g, f"{name}.weight", layers))
+    return times(g, name, x, stored_matrix(g, name, weights))
 
 
 @dataclass(frozen=True)
@@ -65,11 +81,7 @@ def stored_matrix(
     if shared:
         array = np.bitwise_xor(array.view(np.uint8), U8_ZERO, out=array.view(np.uint8))  # q + 128
     values = g.weight(g.store.add(f"{name}.weight", array))
-    return Matrix(values, _channel_scale(g, f"{name}.weight_scale", scale), _zero_point(g) if shared else None)
-
-
-def _channel_scale(g: GraphBuilder, name: str, scale: np.ndarray) -> ir.Value:
-    return g.constant(name, scale) if len(scale) < INLINE_CHANNELS else g.stored(name, scale, "float32")
+    return Matrix(values, g.channel_scale(f"{name}.weight_scale", scale), _zero_point(g) if shared else None)
 
 
 def _zero_point(g: GraphBuilder) -> ir.Value:

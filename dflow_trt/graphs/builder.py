@@ -27,6 +27,7 @@ from dflow_trt.spec import DType, WeightForm
 
 OPSET = 24
 IR_VERSION = 11
+INLINE_CHANNELS = 1 << 15  # longer scales, those of a vocabulary, lie in the data file
 CONTRIB = "com.microsoft"
 NUMPY: dict[DType, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
@@ -40,12 +41,14 @@ class Lowering:
     """How one topology becomes an engine: the dtype, the weights of its linear layers, the form of attention.
 
     attention: "fold" is the group-folded MatMul form (its results do not depend on the shape of the call on a CPU),
-    "op" is the ONNX Attention operator (what TensorRT wants).
+    "op" is the ONNX Attention operator (what TensorRT wants). packed: whether layers that the checkpoint quantised keep
+    their few bits, with operators that widen them; otherwise their weights are stored wide.
     """
 
     dtype: DType
     weights: WeightForm
     attention: Literal["fold", "op"]
+    packed: bool = False
 
 
 class GraphBuilder:
@@ -135,6 +138,10 @@ class GraphBuilder:
     def stored(self, name: str, array: np.ndarray[Any, Any], dtype: DType | None = None) -> ir.Value:
         """Write an array to the data file in the engine's dtype (or the given one) and refer to it."""
         return self.weight(self.store.add(name, array.astype(NUMPY[dtype or self.lowering.dtype])))
+
+    def channel_scale(self, name: str, scale: np.ndarray[Any, Any]) -> ir.Value:
+        """float32 scales, one for all or one a channel."""
+        return self.constant(name, scale) if scale.size < INLINE_CHANNELS else self.stored(name, scale, "float32")
 
     def vector(self, name: str, dtype: DType | None = None) -> ir.Value:
         """A whole one-dimensional checkpoint tensor: norms and biases."""

@@ -9,7 +9,13 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from dflow_trt.contract import HIDDEN_STATE_EXTRACT, PLUGIN_DOMAIN, RELAY_INJECT, RELAY_INJECT_EPSILON
+from dflow_trt.contract import (
+    HIDDEN_STATE_EXTRACT,
+    PLUGIN_DOMAIN,
+    RELAY_INJECT,
+    RELAY_INJECT_EPSILON,
+    RELAY_INJECT_EPSILON_DEFAULT,
+)
 from dflow_trt.graphs.builder import OPSET
 
 
@@ -47,7 +53,8 @@ def hidden_state_extract(taps: int) -> ir.Function:
 def relay_inject() -> ir.Function:
     """(x [B,J,E], h [B,J,E], beta_gamma [B,J,2E], norm_weight [E], norm_bias [E], relay_on [B,J]) -> x' [B,J,E].
 
-    x' = x + beta * LN(h) + gamma where relay_on, else x to the bit (DFlow, arXiv 2609.06498).
+    x' = x + beta * LN(h) + gamma where relay_on, else x to the bit (DFlow, arXiv 2609.06498). relay_on is int64 and not
+    bool because TensorRT's plugins take no bool.
     """
     tape = Tape()
     inputs = [ir.val(name) for name in ("x", "h", "beta_gamma", "norm_weight", "norm_bias", "relay_on")]
@@ -56,5 +63,7 @@ def relay_inject() -> ir.Function:
     epsilon = ir.RefAttr("epsilon", RELAY_INJECT_EPSILON, ir.AttributeType.FLOAT)
     normed = tape.op("LayerNormalization", [h, weight, bias], {"axis": -1, "epsilon": epsilon})
     term = tape.op("Add", [tape.op("Mul", [beta, normed]), gamma])
-    chosen = tape.op("Where", [tape.op("Unsqueeze", [on, _ints(tape, 2)]), tape.op("Add", [x, term]), x])
-    return _function(RELAY_INJECT, inputs, tape, chosen, [ir.AttrFloat32(RELAY_INJECT_EPSILON, 1e-6)])
+    relayed = tape.op("Cast", [tape.op("Unsqueeze", [on, _ints(tape, 2)])], {"to": ir.DataType.BOOL})
+    chosen = tape.op("Where", [relayed, tape.op("Add", [x, term]), x])
+    default = ir.AttrFloat32(RELAY_INJECT_EPSILON, RELAY_INJECT_EPSILON_DEFAULT)
+    return _function(RELAY_INJECT, inputs, tape, chosen, [default])

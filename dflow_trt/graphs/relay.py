@@ -47,7 +47,8 @@ def _inject(g: GraphBuilder, drafter: DrafterSpec, embed: _Embedding, block: ir.
     h = g.op("relay.h", "GatherND", g.input(c.PENDING_H), source, batch_dims=1)
     beta_gamma = _mlp(g, drafter.stack.hidden_size, h, _pair(g, embed))
     norm = (g.vector("relay_norm.weight"), g.vector("relay_norm.bias"))
-    inputs = (block, h, beta_gamma, *norm, g.input(c.RELAY_ON))
+    on = g.op("relay.on", "Cast", g.input(c.RELAY_ON), to=int(ir.DataType.INT64))
+    inputs = (block, h, beta_gamma, *norm, on)
     return g.plugin("relayed", c.RELAY_INJECT, relay_inject(), *inputs, epsilon=eps)
 
 

@@ -14,7 +14,7 @@ from typing import IO, Any
 import numpy as np
 import onnx_ir as ir
 
-from dflow_trt.checkpoint.weights import Array, Weights
+from dflow_trt.checkpoint.weights import Array, QuantisedLinear, Weights
 
 CHUNK_BYTES = 16 << 20
 ALIGNMENT = 4096  # page aligned, so that a runtime can map a tensor
@@ -79,6 +79,25 @@ def quantised(
     return out, scale
 
 
+def packed(layers: Sequence[QuantisedLinear]) -> Array:
+    """Quantised weights as they are stored, stacked and transposed: int8 or float8_e4m3fn [in, sum of out_i].
+
+    4-bit ones are uint8 [in, sum of out_i / 2], two neighbouring outputs in a byte, the first in its low half: what
+    ONNX calls int4 [in, sum of out_i].
+    """
+    first = layers[0].levels(slice(0, 1))
+    parts = [layer.shape[0] * layer.spec.bits // 8 for layer in layers]
+    out = np.empty((first.shape[1], sum(parts)), first.dtype)
+    offset = 0
+    for layer, rows in zip(layers, parts, strict=True):
+        step = max(1, CHUNK_BYTES // first.shape[1])
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            out[:, offset + start : offset + stop] = layer.levels(slice(start, stop)).T
+        offset += rows
+    return out
+
+
 @dataclass
 class WeightFile:
     """One external-data file while it is written, hashed on the way."""
@@ -112,6 +131,14 @@ class WeightFile:
         """Write one array; the returned tensor refers to its place in this file."""
         return self.add_chunks(name, array.shape, array.dtype, iter([array]))
 
+    def add_int4(self, name: str, array: Array) -> ir.ExternalTensor:
+        """Write pairs of 4-bit values in uint8 [rows, columns / 2] as one int4 tensor [rows, columns]."""
+        raw = self.add(name, array)
+        assert raw.offset is not None, raw
+        assert raw.length is not None, raw
+        shape = (array.shape[0], 2 * array.shape[1])
+        return external(self.path, name, raw.offset, raw.length, shape, ir.DataType.INT4)
+
     def add_chunks(
         self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], chunks: Iterator[Array]
     ) -> ir.ExternalTensor:
@@ -120,12 +147,11 @@ class WeightFile:
         start = self._offset
         for chunk in chunks:
             self._write(np.ascontiguousarray(chunk, dtype).reshape(-1).view(np.uint8).data)
-        return external(self.path, name, start, self._offset - start, shape, dtype)
+        return external(self.path, name, start, self._offset - start, shape, ir.DataType.from_numpy(dtype))
 
 
 def external(
-    path: Path, name: str, offset: int, length: int, shape: tuple[int, ...], dtype: np.dtype[Any]
+    path: Path, name: str, offset: int, length: int, shape: tuple[int, ...], kind: ir.DataType
 ) -> ir.ExternalTensor:
     """A tensor that lies in a data file beside its graph."""
-    kind = ir.DataType.from_numpy(dtype)
     return ir.ExternalTensor(path.name, offset, length, kind, shape=ir.Shape(shape), name=name, base_dir=path.parent)

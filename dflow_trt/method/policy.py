@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from dflow_trt.errors import UserError
+from dflow_trt.spec import DRAFT_POLICIES, DraftPolicy
 
 Rates = np.ndarray[Any, np.dtype[Any]]
-
-DraftPolicy = Literal["fixed", "adaptive"]
-DRAFT_POLICIES: tuple[DraftPolicy, ...] = ("fixed", "adaptive")
 
 HOPE = 0.8  # the acceptance of a draft that nothing is known of: high, so that drafting is tried
 MEMORY = 0.97  # what a round leaves of a request's earlier counts; some thirty rounds, then drafting is tried again

@@ -61,6 +61,12 @@ def _error(call: str, status: Any) -> CudaError:
     return kind(call, name.decode(), meaning.decode())
 
 
+def check_status(call: str, status: int) -> None:
+    """For C code besides the bindings: raises CudaError unless its status, a cudaError_t, is success."""
+    if status:
+        raise _error(call, _api().cudaError_t(status))
+
+
 # -- the device --------------------------------------------------------------------------------------------------------
 
 

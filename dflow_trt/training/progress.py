@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Protocol
 
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from dflow_trt.progress import ProgressBar
 
 
 class Report(Protocol):
@@ -36,30 +36,17 @@ class Silent:
         pass
 
 
-class Bar:
+class Bar(ProgressBar):
     """A :class:`Report` as a progress bar on standard error; without a terminal its lines alone."""
 
     def __init__(self, shown: bool = True) -> None:
-        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         columns = (TextColumn("{task.description:>8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         rest = (TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
-        self._bar = Progress(*columns, *rest, console=self._console, disable=not (shown and self._console.is_terminal))
-        self._task: Any = None
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
+        super().__init__(Console(stderr=True, highlight=False, soft_wrap=True), *columns, *rest, shown=shown)
 
     def stage(self, title: str, total: int, done: int = 0) -> None:
         self._task = self._bar.add_task(title, total=total, completed=done, note="")
 
     def advance(self, done: int, note: str = "") -> None:
+        assert self._task is not None, "within a stage"
         self._bar.update(self._task, completed=done, note=note)
-
-    def say(self, line: str) -> None:
-        self._console.print(escape(line))

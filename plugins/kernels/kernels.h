@@ -27,15 +27,15 @@ struct HiddenStateExtractArgs {
 
 cudaError_t launch_hidden_state_extract(HiddenStateExtractArgs const& args, DType dtype, cudaStream_t stream);
 
-// relayed[r] = x[r] + beta[r] * LayerNorm(h[r]) + gamma[r] where relay_on[r], else x[r] to the bit, h and beta_gamma
-// of that row not being read.
+// relayed[r] = x[r] + beta[r] * LayerNorm(h[r]) + gamma[r] where relay_on[r] is not 0, else x[r] to the bit, h and
+// beta_gamma of that row not being read.
 struct RelayInjectArgs {
   void const* x;            // [rows, columns]
   void const* h;            // [rows, columns]
   void const* beta_gamma;   // [rows, 2 * columns]: beta, then gamma
   void const* norm_weight;  // [columns]
   void const* norm_bias;    // [columns]
-  uint8_t const* relay_on;  // [rows]
+  int64_t const* relay_on;  // [rows]
   void* relayed;            // [rows, columns]
   int64_t rows;
   int32_t columns;

@@ -85,14 +85,14 @@ class Bench {
   void inject(Model const& model, int64_t batch) {
     int64_t const rows = batch * kBlock;
     int64_t const bytes = rows * model.columns * 4;
-    require(cudaMemset(relay_on_.data(), 1, rows));
+    require(cudaMemset(relay_on_.data(), 1, rows * 8));
     measure("inject", model, batch, 5 * bytes, [&] {
       RelayInjectArgs args{};
       args.x = arena_.take(bytes);
       args.h = arena_.take(bytes);
       args.beta_gamma = arena_.take(2 * bytes);
       args.norm_weight = args.norm_bias = norm_.data();
-      args.relay_on = static_cast<uint8_t const*>(relay_on_.data());
+      args.relay_on = static_cast<int64_t const*>(relay_on_.data());
       args.relayed = arena_.take(bytes);
       args.rows = rows;
       args.columns = model.columns;
@@ -121,7 +121,7 @@ class Bench {
 
   Stream stream_;
   Arena arena_;
-  DeviceMemory row_count_{64 * 8}, relay_on_{64 * kBlock}, norm_{8192 * 4};
+  DeviceMemory row_count_{64 * 8}, relay_on_{64 * kBlock * 8}, norm_{8192 * 4};
   double worst_ = 1e9;
 };
 

@@ -100,7 +100,7 @@ class InjectCall {
 
  private:
   void set_row(int64_t row, int on) {
-    on_[row] = static_cast<uint8_t>(on);
+    on_[row] = on;
     if (on != 0) return;
     int64_t const first = row * case_.columns;
     std::fill_n(&h_[first], case_.columns, poison<T>());
@@ -133,7 +133,7 @@ class InjectCall {
 
   InjectCase case_;
   Guarded<T> x_, h_, beta_gamma_, weight_, bias_, relayed_;
-  Guarded<uint8_t> on_;
+  Guarded<int64_t> on_;
 };
 
 struct ExtractCase {

@@ -8,7 +8,7 @@
 namespace dflow::testing {
 namespace {
 
-std::vector<cuda_on_cpu::Device> const kDevices = {{1, 32}, {3, 1024}, {132, 2048}};
+std::vector<cuda_on_cpu::Device> const kDevices = {{1, 32}, {3, 1024}, {3, 1024, true}, {132, 2048}};
 
 template <class T>
 void launch_inject(InjectCall<T>& call) {

@@ -142,7 +142,7 @@ constexpr DataType kTypes[] = {DataType::kFLOAT, DataType::kHALF,  DataType::kBF
                                DataType::kINT32, DataType::kINT64, DataType::kBOOL, DataType::kFP8};
 
 std::vector<DataType> inject_types(DataType type) {
-  return {type, type, type, type, type, DataType::kBOOL};
+  return {type, type, type, type, type, DataType::kINT64};
 }
 std::vector<Shape> inject_shapes() {
   return {{4, 16, 64}, {4, 16, 64}, {4, 16, 128}, {64}, {64}, {4, 16}};
@@ -224,9 +224,9 @@ TEST(wrong_types_are_refused_by_the_tensors_name) {
   CHECK(output_type(make_inject(), types, output) != 0, "taken");
   expect_message("dflow::RelayInject: input 2 'beta_gamma' is float32; expected float16");
   types = inject_types(DataType::kBF16);
-  types[5] = DataType::kINT64;
+  types[5] = DataType::kBOOL;
   CHECK(output_type(make_inject(), types, output) != 0, "taken");
-  expect_message("dflow::RelayInject: input 5 'relay_on' is int64; expected bool");
+  expect_message("dflow::RelayInject: input 5 'relay_on' is bool; expected int64");
   CHECK(output_type(make_inject(), inject_types(DataType::kINT32), output) != 0, "taken");
   expect_message("dflow::RelayInject: input 0 'x' is int32; expected float32, float16 or bfloat16");
   CHECK(output_type(make_extract(), {DataType::kHALF, DataType::kBF16, DataType::kINT64}, output) != 0, "taken");

@@ -1,5 +1,7 @@
 // The arithmetic of a draw with one thread, for the tests in Python: they hold it against dflow_trt.method.sampling,
 // and the kernel with its many threads, which this library has too, against it.
+#include <cuda_runtime.h>
+
 #include "../kernels/sampling.cuh"
 
 namespace dflow {
@@ -37,6 +39,13 @@ void dflow_sample_alone(float const* logits, int64_t columns, int32_t live, Dflo
     dflow::Alone group;
     ids[i] = dflow::draw_token(group, dflow::Row<float>{logits + draws[i].row * columns, live}, draws[i]);
   }
+}
+
+// The device that the kernel is launched on, see cuda_on_cpu/cuda_runtime.h; gives the blocks of the launch before.
+uint32_t dflow_pretend(int32_t multiprocessors, int32_t threads, int32_t backwards) {
+  uint32_t const blocks = cuda_on_cpu::device.last_grid.x;
+  cuda_on_cpu::device = {multiprocessors, threads, backwards != 0};
+  return blocks;
 }
 
 void dflow_random_bits(DflowDraw const* draws, int64_t count, uint64_t* bits) {

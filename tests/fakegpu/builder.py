@@ -17,7 +17,7 @@ from onnx import TensorProto
 
 from fakegpu.signatures import RECORDED, checked
 
-LAYERS = {"TensorScatter": "KV_CACHE_UPDATE", "Attention": "ATTENTION_INPUT"}
+LAYERS = {"TensorScatter": "KV_CACHE_UPDATE", "Attention": "ATTENTION_INPUT", "DequantizeLinear": "DEQUANTIZE"}
 DTYPES = {
     TensorProto.INT64: "INT64",
     TensorProto.INT32: "INT32",

@@ -1,4 +1,4 @@
-"""plugins/kernel_report.py as a module, though it lies outside of any package."""
+"""plugins/kernel_report.py as a module, and what docs/tensorrt.md shows of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 import sys
 from types import ModuleType
 
-from plugin_toolchain import PLUGINS
+from plugin_toolchain import PLUGINS, ROOT
 
 
 def _load() -> ModuleType:
@@ -20,3 +20,9 @@ def _load() -> ModuleType:
 
 
 kernel_report = _load()
+
+
+def shown(name: str) -> str:
+    """The block of docs/tensorrt.md behind the comment of that name."""
+    text = (ROOT / "docs" / "tensorrt.md").read_text(encoding="utf-8")
+    return text.partition(f"<!-- {name} -->\n```\n")[2].partition("```\n")[0]

@@ -108,8 +108,9 @@ def test_relay_inject_gives_what_the_function_gives(kernels: ctypes.CDLL, column
     inputs = [rng.standard_normal(shape, np.float32) for shape in shapes]
     on = rng.random((3, 8)) < 0.7
     inputs[1][~on] = inputs[2][~on] = np.nan
-    ours = inject(kernels, [*inputs, on], epsilon)
-    theirs = run_function(relay_inject(), [*inputs, on], epsilon=epsilon)
+    inputs.append(on.astype(np.int64))
+    ours = inject(kernels, inputs, epsilon)
+    theirs = run_function(relay_inject(), inputs, epsilon=epsilon)
     np.testing.assert_array_equal(ours[~on], inputs[0][~on])
     np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
 
@@ -119,7 +120,7 @@ def test_half_precision_is_the_function_in_float32_rounded_once(kernels: ctypes.
     rng = np.random.default_rng(0)
     shapes = [(2, 4, 512), (2, 4, 512), (2, 4, 1024), (512,), (512,)]
     inputs = [rng.standard_normal(shape, np.float32).astype(dtype) for shape in shapes]
-    on = np.ones((2, 4), bool)
+    on = np.ones((2, 4), np.int64)
     ours = inject(kernels, [*inputs, on], 1e-6)
     exact = run_function(relay_inject(), [*(array.astype(np.float32) for array in inputs), on], epsilon=1e-6)
     step = np.finfo(np.float16).eps if dtype is np.float16 else 2.0**-7

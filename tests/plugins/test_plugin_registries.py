@@ -14,19 +14,10 @@ PROBE = Path(__file__).with_name("registry_probe.py")
 VERSIONS = ("11.4.0.106", "10.16.1.11")
 
 
-def lean(version: str) -> Path:
-    packages = (f"tensorrt-lean-cu13-{part}=={version}" for part in ("libs", "bindings"))
-    return toolchain.wheels(f"tensorrt-lean-{version}", *packages)
-
-
-def dispatch(version: str) -> Path:
-    return toolchain.wheels(f"tensorrt-dispatch-{version}", f"tensorrt-dispatch-cu13-libs=={version}")
-
-
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_lean_registry_takes_the_plugins(version: str) -> None:
     command = [sys.executable, PROBE, "tensorrt_lean_bindings", toolchain.plugin_library()]
-    result = run(command, PYTHONPATH=str(lean(version)))
+    result = run(command, PYTHONPATH=str(toolchain.wheels(f"tensorrt-lean-{version}")))
     assert result.returncode == 0, result.stdout
     report = json.loads(result.stdout.splitlines()[-1])
     assert report["version"] == version
@@ -45,7 +36,7 @@ def test_the_lean_registry_takes_the_plugins(version: str) -> None:
 @pytest.mark.parametrize("kind", ["lean", "dispatch"])
 def test_the_plugins_keep_to_their_contract_in_the_registry_of_10_16(kind: str) -> None:
     """In C++, so of the major version that the headers are of: 11 changed the registry's own interface."""
-    folder = {"lean": lean, "dispatch": dispatch}[kind]("10.16.1.11")
+    folder = toolchain.wheels(f"tensorrt-{kind}-10.16.1.11")
     library = folder / f"tensorrt_{kind}_libs" / f"libnvinfer_{kind}.so.10"
     program = toolchain.cuda_program("test_plugins", [TESTS / "test_plugins.cpp"], "-ldl", "-lpthread")
     result = run([program, toolchain.plugin_library(), library])

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from plugin_report import kernel_report
+from plugin_report import kernel_report, shown
 from plugin_toolchain import PLUGINS, run
 
 REPORT = PLUGINS / "kernel_report.py"
@@ -41,6 +41,15 @@ def test_a_log_without_kernels_fails(tmp_path: Path) -> None:
     assert run([sys.executable, REPORT, tmp_path / "ptxas.txt"]).returncode == 1
 
 
+def test_a_kernel_is_one_line_with_the_worst_of_its_architectures(tmp_path: Path) -> None:
+    log = tmp_path / "ptxas.txt"
+    other = LOG.format(stack=0, spill=0).replace("sm_90", "sm_120").replace("77 registers", "126 registers")
+    log.write_text(LOG.format(stack=0, spill=0) + other)
+    lines = [" ".join(line.split()) for line in run([sys.executable, REPORT, log]).stdout.splitlines()]
+    assert lines[1] == "kernel access values 90 120 spilled shared threads/SM KiB in flight/SM"
+    assert lines[2] == "inject scalar float16 77 126 0 192 512 32"
+
+
 def test_the_model_counts_every_byte_once() -> None:
     extract = kernel_report.extract_work("Qwen3-4B", batch=2)
     rows = 2 * 16
@@ -49,10 +58,12 @@ def test_the_model_counts_every_byte_once() -> None:
     inject = kernel_report.inject_work("Qwen3-4B", batch=2)
     relayed = 2 * 15
     assert inject.written == rows * 2560 * 4
-    assert inject.read == rows * 2560 * 4 + relayed * 3 * 2560 * 4 + 2 * 2560 * 4 + rows
+    assert kernel_report.sample_work("Qwen3", batch=2).read == rows * (151_936 * 2 + 64)
+    assert inject.read == rows * 2560 * 4 + relayed * 3 * 2560 * 4 + 2 * 2560 * 4 + rows * 8
 
 
 def test_the_model_is_printed_without_a_log() -> None:
     result = run([sys.executable, REPORT, "--model"])
     assert result.returncode == 0
     assert [line.split()[:3] for line in result.stdout.splitlines()].count(["inject", "Qwen3-8B", "64"]) == 1
+    assert result.stdout == shown("model"), "docs/tensorrt.md is stale: python plugins/kernel_report.py --model"

@@ -26,22 +26,16 @@ FLOAT, HALF, BF16 = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16
 INT32, INT64, BOOL = ir.DataType.INT32, ir.DataType.INT64, ir.DataType.BOOL
 
 
-def site_packages() -> Path:
-    """Where TensorRT-RTX is installed: beside the tests, or in a folder of its own."""
-    spec = importlib.util.find_spec(LIBS)
-    if spec is not None and spec.origin is not None:
-        return Path(spec.origin).parents[1]
-    names = [f"tensorrt-rtx-cu13-{part}==1.7.1.116" for part in ("libs", "bindings")]
-    return toolchain.wheels("tensorrt-rtx", *names)
-
-
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The parser opens libtensorrt_rtx.so, and ends the process without it; the wheel has libtensorrt_rtx.so.1."""
-    libraries = site_packages() / LIBS
+    spec = importlib.util.find_spec(LIBS)
+    if spec is None or spec.origin is None:
+        toolchain.unavailable("tensorrt_rtx is not installed; pip install '.[test-tensorrt]'")
+    libraries = Path(spec.origin).parent
     links = tmp_path_factory.mktemp("links")
     (links / "libtensorrt_rtx.so").symlink_to(next(libraries.glob("libtensorrt_rtx.so.*")))
-    return {"LD_LIBRARY_PATH": f"{links}:{libraries}", "PYTHONPATH": str(libraries.parent)}
+    return {"LD_LIBRARY_PATH": f"{links}:{libraries}"}
 
 
 def node(function: ir.Function, inputs: Sequence[Tensor], **attributes: float) -> ir.Model:
@@ -61,7 +55,7 @@ def extract(dtype: ir.DataType, taps: int = 3, row_count: ir.DataType = INT64, l
     return node(hidden_state_extract(taps), [*((dtype, ("B", "S", size)) for size in sizes), (row_count, ("B",))])
 
 
-def inject(dtype: ir.DataType, on: ir.DataType = BOOL, width: int = 128) -> ir.Model:
+def inject(dtype: ir.DataType, on: ir.DataType = INT64, width: int = 128) -> ir.Model:
     row, norm = (dtype, ("B", 16, 64)), (dtype, (64,))
     inputs = [row, row, (dtype, ("B", 16, width)), norm, norm, (on, ("B", 16))]
     return node(relay_inject(), inputs, epsilon=1e-5)
@@ -94,7 +88,7 @@ WRONG = {
         extract(BF16, last=32),
         "HiddenStateExtract: input 2 'tap_2' has shape [?,?,32]; expected [B,S,E=64]",
     ),
-    "relay_on int64": (inject(FLOAT, on=INT64), "RelayInject: input 5 'relay_on' is int64; expected bool"),
+    "relay_on bool": (inject(FLOAT, on=BOOL), "RelayInject: input 5 'relay_on' is bool; expected int64"),
     "beta_gamma too wide": (
         inject(FLOAT, width=192),
         "RelayInject: input 2 'beta_gamma' has shape [?,16,192]; expected [B,J=16,2E=128]",

@@ -52,6 +52,13 @@ def test_a_wrong_call_is_one_line(llm: LLM, call: dict[str, Any], words: str) ->
     assert "\n" not in str(error.value)
 
 
+def test_repr_says_what_is_open(llm: LLM) -> None:
+    offered = ", ".join(llm.bundle.strategies)
+    assert repr(llm) == f"<LLM {llm.bundle.path}: onnxruntime float32, strategies {offered}>"
+    llm.close()
+    assert repr(llm).endswith(f"strategies {offered}, closed>")
+
+
 @pytest.mark.parametrize("threads", [0, -1, 99999, "2", 1.5])
 def test_threads_that_make_no_sense(plain: Pair, threads: Any) -> None:
     with pytest.raises(UserError, match=r"threads: .*; allowed: 1 to"):

@@ -18,6 +18,7 @@ from tiny import make_drafter, make_target
 
 from dflow_trt import cli, console, example
 from dflow_trt.bundle import open_bundle
+from dflow_trt.cli import generate
 
 MAIN = "from dflow_trt.cli import main; main()"
 PROMPT = "w1 w2 w3"
@@ -85,13 +86,11 @@ def refused(result: Result, *parts: str, code: int = 1) -> None:
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
     lines = result.stderr.strip().split("\n")
-    if code == 1:
-        assert len(lines) == 1, result.stderr
-        assert lines[0].startswith("error: ")
-    else:  # click's usage error: usage, hint, error
-        assert lines[-1].startswith("Error: ")
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("error: ")
+    assert lines[0].endswith(" --help)") == (code == 2), "where the words of a command are wrong, what lists them"
     for part in parts:
-        assert part in lines[-1], result.stderr
+        assert part in lines[0], result.stderr
 
 
 # -- build -------------------------------------------------------------------------------------------------------------
@@ -187,12 +186,20 @@ def test_build_usage_errors(dflow: Run, models: Path, tmp_path: Path, flags: lis
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("command", [[], ["nonsense"], ["build"], ["inspect"], ["generate"], ["example"]])
-def test_incomplete_commands_are_usage_errors(dflow: Run, command: list[str]) -> None:
-    result = dflow(*command)
-    assert result.code == 2
-    assert "Usage: " in result.stderr
-    assert "Traceback" not in result.stderr
+@pytest.mark.parametrize("command", ["build", "inspect", "generate", "example"])
+def test_incomplete_commands_are_usage_errors(dflow: Run, command: str) -> None:
+    refused(dflow(command), "missing ", f" (see dflow-trt {command} --help)", code=2)
+
+
+def test_an_unknown_command_is_a_usage_error(dflow: Run) -> None:
+    refused(dflow("nonsense"), "no such command 'nonsense' (see dflow-trt --help)", code=2)
+    refused(dflow("--nonsense"), "no such option '--nonsense' (see dflow-trt --help)", code=2)
+
+
+def test_no_command_at_all_is_a_usage_error_that_shows_the_help(dflow: Run) -> None:
+    result = dflow()
+    assert (result.code, result.stdout) == (2, "")
+    assert result.stderr.startswith("Usage: dflow-trt [OPTIONS] COMMAND [ARGS]...")
 
 
 def test_help_and_version(dflow: Run) -> None:
@@ -331,7 +338,7 @@ def test_compare_ar_shows_texts_side_by_side(dflow: Run, bundle: Path) -> None:
 
 
 def test_compare_ar_fails_where_tokens_differ(dflow: Run, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "_num_same", lambda baseline, outputs: 0)
+    monkeypatch.setattr(generate, "_num_same", lambda baseline, outputs: 0)
     result = dflow("generate", bundle, "-p", PROMPT, "--compare-ar", "--quiet", *SHORT)
     assert result.code == 1
     assert result.stderr.startswith("error: strategy dflow: 1 of 1 sequences differ from ar")
@@ -345,9 +352,18 @@ def test_quiet_prints_the_table_alone(dflow: Run, bundle: Path) -> None:
 
 
 def test_stream_prints_the_text_of_generate(dflow: Run, bundle: Path) -> None:
-    whole = dflow("generate", bundle, "-p", PROMPT, "-p", "w9", "--json", *SHORT).json["runs"][0]["results"]
-    result = dflow("generate", bundle, "-p", PROMPT, "-p", "w9", "--stream", *SHORT)
-    assert result.stdout.split("\n") == [*(entry["outputs"][0]["text"] for entry in whole), ""]
+    whole = dflow("generate", bundle, "-p", PROMPT, "--json", *SHORT).json["runs"][0]["results"]
+    result = dflow("generate", bundle, "-p", PROMPT, "--stream", *SHORT)
+    assert result.stdout.split("\n") == [whole[0]["outputs"][0]["text"], ""]
+
+
+def test_stream_says_which_of_several_prompts_a_text_belongs_to(dflow: Run, bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "w4"}\n{"prompt_token_ids": [7, 8]}\n')
+    prompts = ("generate", bundle, "-p", "w1\nw2", "--prompts", tmp_path / "p.jsonl", *SHORT)
+    texts = [entry["outputs"][0]["text"] for entry in dflow(*prompts, "--json").json["runs"][0]["results"]]
+    titles = ("[1/3] w1 w2", "[2/3] w4", "[3/3] prompt of 2 tokens")
+    lines = [line for pair in zip(titles, texts, strict=True) for line in pair]
+    assert dflow(*prompts, "--stream").stdout.split("\n") == [*lines, ""]
 
 
 def test_without_tokenizer_token_ids_are_printed(dflow: Run, models: Path, tmp_path: Path) -> None:
@@ -539,6 +555,7 @@ def test_a_reader_that_leaves_early(bundle: Path) -> None:
     process = launch("generate", bundle, *prompts, "--stream", "--ignore-eos", "--max-tokens", "200", "--threads", "1")
     assert process.stdout is not None
     assert process.stderr is not None
+    assert process.stdout.readline() == "[1/200] w0 w3\n"
     assert process.stdout.readline().startswith("w")
     process.stdout.close()
     assert process.stderr.read() == ""
@@ -549,11 +566,41 @@ def test_ctrl_c_while_generating(bundle: Path) -> None:
     prompts = [part for i in range(200) for part in ("-p", f"w{i} w3")]
     process = launch("generate", bundle, *prompts, "--stream", "--ignore-eos", "--max-tokens", "500", "--threads", "1")
     assert process.stdout is not None
+    assert process.stdout.readline() == "[1/200] w0 w3\n"
     assert process.stdout.read(1) == "w"
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
     assert stderr.strip() == "interrupted"
+
+
+INTERRUPTING = """
+import os, signal, sys
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[-1]:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+interrupts = Interrupts()
+sys.meta_path.insert(0, interrupts)
+"""
+
+
+@pytest.mark.parametrize(
+    "module", ["click", "dflow_trt.cli.build", "dflow_trt.console", "numpy", "numpy.linalg", "onnx"]
+)
+def test_ctrl_c_while_modules_are_imported(tmp_path: Path, module: str) -> None:
+    command = [sys.executable, "-c", INTERRUPTING + MAIN, "build", "--target", tmp_path, "--output", tmp_path / module]
+    done = subprocess.run(list(map(str, [*command, "--drafter", module])), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+def test_whoever_ignores_ctrl_c_ignores_it_while_modules_are_imported(tmp_path: Path) -> None:
+    ignoring = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    command = [sys.executable, "-c", ignoring + INTERRUPTING + MAIN, "inspect", "numpy"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: numpy: ")
 
 
 def test_progress_stays_out_of_json(models: Path, tmp_path: Path) -> None:

@@ -108,6 +108,16 @@ def test_plan_refuses_in_one_line(dflow: Run, models: Path) -> None:
         assert reason in dflow("plan", *arguments, fails=True)
 
 
+@pytest.mark.parametrize("flag", ["--target-weights", "--draft-weights"])
+@pytest.mark.parametrize("backend", ["tensorrt", "tensorrt-rtx"])
+def test_plan_refuses_what_build_refuses(dflow: Run, models: Path, tmp_path: Path, backend: str, flag: str) -> None:
+    options = ("--backend", backend, flag, "int8")
+    pair = ("--target", models / "target", "--drafter", models / "flow", "--output", tmp_path / "out")
+    refusal = dflow("build", *pair, *options, fails=True)
+    assert refusal.startswith(f"error: {flag}: int8 ")
+    assert dflow("plan", models / "target", models / "flow", *options, fails=True) == refusal
+
+
 def test_export_says_what_it_wrote_and_what_lies_apart(dflow: Run, models: Path, tmp_path: Path) -> None:
     asked = ("export-trtllm", "--target", models / "target", "--drafter", models / "flow", "--output", tmp_path / "out")
     written, note = dflow(*asked, "--max_batch_size", 4).splitlines()

@@ -1,7 +1,8 @@
 """TensorRT-RTX compiles the whole pair ahead of time, without a GPU: a real parser and a real builder.
 
-Skipped where the package is missing (pip install tensorrt-rtx-cu13), unless DFLOW_REQUIRE_RTX=1. Every engine is built
-in a process of its own. The C++ plugins are inside where their library can be built; without it their ONNX bodies are.
+Skipped where the package is missing (pip install '.[test-tensorrt]'), unless DFLOW_REQUIRE_RTX=1, which test.sh
+--toolchain sets. Every engine is built in a process of its own. The C++ plugins are inside where their library can be
+built; without it their ONNX bodies are.
 """
 
 from __future__ import annotations
@@ -38,19 +39,17 @@ REQUIRED = os.environ.get("DFLOW_REQUIRE_RTX", "0") not in ("", "0")
 
 if importlib.util.find_spec("tensorrt_rtx") is None:
     if REQUIRED:
-        raise ModuleNotFoundError("tensorrt_rtx: DFLOW_REQUIRE_RTX=1 asks for it; pip install tensorrt-rtx-cu13")
-    pytest.skip("tensorrt_rtx is missing; pip install tensorrt-rtx-cu13", allow_module_level=True)
+        raise ModuleNotFoundError("tensorrt_rtx: DFLOW_REQUIRE_RTX=1 asks for it; pip install '.[test-tensorrt]'")
+    pytest.skip("tensorrt_rtx is missing; pip install '.[test-tensorrt]'", allow_module_level=True)
 
 
 @pytest.fixture(scope="module")
 def plugin() -> Path | None:
-    """The library of the C++ plugins, or None where it cannot be built."""
-    if plugin_library().is_file():
-        return plugin_library()
+    """The library of the C++ plugins; where it cannot be built the one at its usual place, or None."""
     try:
         return plugin_toolchain.plugin_library()
     except pytest.skip.Exception:
-        return None
+        return plugin_library() if plugin_library().is_file() else None
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +176,17 @@ def saved(job: EngineJob, model: onnx.ModelProto) -> str:
     return str(path)
 
 
+def test_a_plugin_is_found_by_its_name_alone(
+    relay_job: EngineJob, plugin: Path | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name without a folder is a file here, not one of the library path."""
+    if plugin is None:
+        pytest.skip("the plugin library cannot be built here")
+    monkeypatch.chdir(plugin.parent)
+    TensorRTRTX(EngineOptions())._run(changed(relay_job, plugin=plugin.name, engine=str(tmp_path / "relay.engine")))
+    assert (tmp_path / "relay.engine").is_file()
+
+
 def test_another_dtype_than_the_contract_s_is_refused(relay_job: EngineJob) -> None:
     model = onnx.load(relay_job.graph, load_external_data=False)
     for value in model.graph.input:
@@ -217,7 +227,7 @@ def test_a_builder_that_dies_is_an_error_message(relay_job: EngineJob) -> None:
 
 def test_gpus_that_cannot_be_compiled_for_are_named(tmp_path: Path) -> None:
     for dtype, oldest in (("bfloat16", "8.0"), ("float16", "7.5")):
-        build: Any = SimpleNamespace(dtype=dtype)
+        build: Any = SimpleNamespace(dtype=dtype, target_weights="float")
         assert TensorRTRTX(EngineOptions())._compute_capabilities(build)[0] == oldest
     for dtype, capability in (("bfloat16", "7.5"), ("bfloat16", "9.0"), ("float16", "sm_89")):
         engine = EngineOptions(no_plugin=True, compute_capabilities=(capability,))

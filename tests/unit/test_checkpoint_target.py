@@ -285,7 +285,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "MoE": (_config(num_experts=8), ("num_experts is 8", "allowed: absent", "dense")),
     "quantised": (
         _config(quantization_config={"quant_method": "fp8"}),
-        ("quantization_config is {'quant_method': 'fp8'}", "allowed: absent", "unquantised"),
+        ("quantization_config.quant_method is 'fp8'", "allowed: 'modelopt'", "unquantised"),
     ),
     "activation": (_config(hidden_act="gelu"), ("hidden_act is 'gelu'", "'silu'")),
     "no qk norm": (_config(use_qk_norm=False), ("use_qk_norm is False", "true or absent")),

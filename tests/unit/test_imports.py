@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 import dflow_trt
+from dflow_trt.cli import cli
 
 ROOT = Path(dflow_trt.__file__).resolve().parent
 
 # Each unit (a module, or a folder of them) imports from layers below its own, and from those listed beside it.
 LAYERS: list[dict[str, set[str]]] = [
     {"errors": set(), "spec": set()},
-    {"contract": set(), "files": set()},
+    {"contract": set(), "files": set(), "progress": set()},
     {
         "checkpoint": set(),
         "graphs": {"checkpoint", "rope"},
@@ -31,7 +32,8 @@ LAYERS: list[dict[str, set[str]]] = [
         "compile": {"runtime"},  # how TensorRT is loaded, and what its engines look like
         "runtime": set(),
         "request": set(),
-        "decode": {"request", "runtime"},
+        "slots": {"request"},
+        "decode": {"request", "runtime", "slots"},
         "memory": set(),
         "reference": set(),
         "selfcheck": {"memory", "reference", "runtime"},
@@ -59,9 +61,10 @@ NARROW: dict[str, tuple[set[str], set[str]]] = {
     "contract": ({"spec"}, set()),
     "method": ({"spec", "errors"}, {"numpy"}),
     "rope": ({"spec"}, {"numpy"}),
+    "progress": (set(), {"rich"}),
     "request": ({"bundle", "method"}, set()),
     "training": (
-        {"errors", "files", "spec"},
+        {"errors", "files", "progress", "spec"},
         {"numpy", "safetensors", "torch", "transformers", "accelerate", "rich", "tokenizers"},
     ),
 }
@@ -205,7 +208,7 @@ def test_what_is_allowed_is_no_breach() -> None:
         "compile/tensorrt_rtx.py": "import tensorrt_rtx",
         "runtime/trt.py": "import tensorrt",
         "training/model.py": "import torch\nfrom .data import collate",
-        "cli.py": "from dflow_trt import __version__, console\nfrom dflow_trt.training import recipe",
+        "cli/train.py": "from dflow_trt import __version__, console\nfrom dflow_trt.training import recipe",
         "graphs/target.py": "from dflow_trt.graphs import store\nfrom dflow_trt.checkpoint.weights import Weights",
     }.items():
         assert breaches(path, source) == []
@@ -225,11 +228,15 @@ def test_the_api_loads_neither_torch_nor_transformers() -> None:
 
 
 def test_help_loads_no_numerics() -> None:
-    for arguments in (["--help"], *([name, "--help"] for name in ("build", "generate", "plan", "export-trtllm"))):
+    for arguments in (["--help"], *([name, "--help"] for name in cli.commands)):
         run = f"from dflow_trt.cli import cli\ncli.main({arguments}, prog_name='dflow-trt', standalone_mode=False)"
         loaded = loaded_by(run)
         assert "click" in loaded
         assert loaded & {"torch", "transformers", "tensorrt", "onnxruntime", "onnx", "onnx_ir", "numpy"} == set()
+
+
+def test_the_entry_point_loads_nothing_before_it_listens_to_ctrl_c() -> None:
+    assert loaded_by("import dflow_trt.cli") - loaded_by("") <= {"dflow_trt", *sys.stdlib_module_names}
 
 
 def test_importing_the_package_loads_nothing() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -86,7 +87,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def place(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Place:
     for name in ("target", "prompts.jsonl"):
         (tmp_path / name).symlink_to(files / name)
-    monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
     threads = torch.get_num_threads()
     monkeypatch.setattr(job, "set_threads", lambda count: torch.set_num_threads(count or threads))
 

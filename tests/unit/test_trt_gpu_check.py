@@ -74,7 +74,7 @@ def test_the_report_has_every_step_its_log_and_json(checkout: Path) -> None:
     steps = ["setup", "doctor", "plugins", "tests", "self-test", "timing"]
     assert re.findall(r"^\| ([a-z-]+) \| passed \| \d+ \|$", report, re.MULTILINE) == steps
     assert re.findall(r"^## (.+)$", report, re.MULTILINE) == [*steps, "JSON"]
-    for line in ("setup test tensorrt", "built for sm 80", "12 passed", "self-test: tensorrt: ok: 6 of 6"):
+    for line in ("setup test tensorrt tensorrt-rtx", "built for sm 80", "12 passed", "self-test: tensorrt: ok: 6 of 6"):
         assert line in report
     assert "-m pytest -q -rA -m gpu tests/gpu" in report
     data = data_of(report)

@@ -19,11 +19,12 @@ from fakegpu.drawing import draw_on_device
 from dflow_trt.decode import Decoder
 from dflow_trt.method.sampling import Sampler, SamplingParams, uniform
 from dflow_trt.request import Request
+from dflow_trt.runtime.cuda import CudaError, Stream
 from dflow_trt.runtime.draw import Draw, drawable
 from dflow_trt.runtime.ort import OrtRuntime
 from dflow_trt.runtime.trt import TrtRuntime
 from dflow_trt.runtime.trt import runtime as trt_runtime
-from dflow_trt.runtime.trt.sampler import ARGUMENTS, ENTRY, RECORD, load_entry, record
+from dflow_trt.runtime.trt.sampler import ARGUMENTS, ENTRY, RECORD, DeviceSampler, load_entry, record
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Run = Callable[[Array, int, Array], Array]
@@ -238,6 +239,13 @@ def test_the_check_that_tests_make_on_a_real_gpu_passes_on_the_fake_one(
 def test_an_unknown_dtype_is_refused(library: ctypes.CDLL) -> None:
     draws = np.zeros(1, RECORD)
     assert getattr(library, ENTRY)(None, 9, 1, 1, address(draws), 1, None, None) == 1
+
+
+def test_a_launch_that_fails_is_a_cuda_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = fakegpu.Gpu()
+    fakegpu.install(monkeypatch, gpu)
+    with closing(Stream()) as stream, pytest.raises(CudaError, match="dflow_sample: cudaErrorInvalidValue"):
+        DeviceSampler(lambda *_: 1, "float32", 128, 100).enqueue(0, 0, 1, 0, stream)
 
 
 def test_the_records_are_those_of_the_header() -> None:

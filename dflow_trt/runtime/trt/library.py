@@ -141,7 +141,8 @@ def load_plugin(trt: Any, bundle: Bundle) -> None:
 def register_plugins(trt: Any, path: Path, names: Sequence[str]) -> None:
     """Load a library of plugins into TensorRT's registry; UserError where it does not give all of these."""
     registry = trt.get_plugin_registry()
-    registry.load_library(str(path))  # None where another runtime of this process has loaded it before
+    # A name without a folder would be looked for on the library path. None where this process has loaded it before.
+    registry.load_library(str(path.resolve()))
     for name in names:
         if registry.get_creator(name, c.PLUGIN_VERSION, c.PLUGIN_DOMAIN) is None:
             raise UserError(

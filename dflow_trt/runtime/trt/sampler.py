@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dflow_trt.runtime.cuda import Stream
+from dflow_trt.runtime.cuda import Stream, check_status
 from dflow_trt.runtime.draw import Draw
 from dflow_trt.spec import DType
 
@@ -45,7 +45,7 @@ ARGUMENTS = (
 def load_entry(library: Path) -> Entry | None:
     """The entry point of a plugin library; None where it has none, being of an earlier version."""
     try:
-        entry = getattr(ctypes.CDLL(str(library)), ENTRY)
+        entry = getattr(ctypes.CDLL(str(library.resolve())), ENTRY)
     except (OSError, AttributeError):
         return None
     entry.argtypes, entry.restype = ARGUMENTS, ctypes.c_int32
@@ -66,8 +66,6 @@ class DeviceSampler:
         self._entry, self._dtype, self._columns, self._live = entry, DTYPES[dtype], columns, live
 
     def enqueue(self, logits: int, records: int, count: int, ids: int, stream: Stream) -> None:
-        """``count`` records at an address become as many int64 at ``ids``; raises RuntimeError with CUDA's number."""
+        """``count`` records at an address become as many int64 at ``ids``; raises CudaError where they cannot."""
         where = (logits, self._dtype, self._columns, self._live, records, count, ids, int(stream.handle))
-        status = self._entry(*where)
-        if status != 0:
-            raise RuntimeError(f"{ENTRY}: CUDA error {status}")
+        check_status(ENTRY, self._entry(*where))

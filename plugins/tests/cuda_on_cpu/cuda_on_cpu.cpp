@@ -55,10 +55,11 @@ bool same(char const* a, char const* b) {
 
 // One turn of every thread; says where they all stopped.
 char const* run_turn() {
-  run_until_it_waits(0);
-  char const* const stopped_at = block.fibers[0].waits_for;
-  for (unsigned thread = 1; thread < blockDim.x; ++thread) {
+  char const* stopped_at = nullptr;
+  for (unsigned turn = 0; turn < blockDim.x; ++turn) {
+    unsigned const thread = device.backwards ? blockDim.x - 1 - turn : turn;
     run_until_it_waits(thread);
+    if (turn == 0) stopped_at = block.fibers[thread].waits_for;
     if (!same(block.fibers[thread].waits_for, stopped_at)) {
       std::fprintf(stderr, "thread %u of block %u,%u left the others at a barrier\n", thread, blockIdx.x, blockIdx.y);
       std::abort();

@@ -36,10 +36,12 @@ inline dim3 gridDim, blockDim, blockIdx, threadIdx;
 
 namespace cuda_on_cpu {
 
-// What the pretended device has; tests change it. last_grid is that of the last launch.
+// What the pretended device has; tests change it. backwards: the threads of a block take their turns from the last to
+// the first, so that a result which depends on the order (a barrier is missing) shows. last_grid: of the last launch.
 struct Device {
   int multiprocessors = 3;
   int threads_per_multiprocessor = 1024;
+  bool backwards = false;
   dim3 last_grid;
 };
 extern Device device;

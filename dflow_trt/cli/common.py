@@ -1,0 +1,71 @@
+"""What several commands share."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dflow_trt.cli.interrupts import loading
+from dflow_trt.errors import UserError
+
+if TYPE_CHECKING:
+    from dflow_trt.api import Prompt
+    from dflow_trt.build import DrafterSource
+    from dflow_trt.bundle import Bundle
+
+FOLDER = click.Path(path_type=Path, file_okay=False)
+FILE = click.Path(path_type=Path)
+POSITIVE = click.IntRange(1)
+
+
+def size_option(name: str, help_text: str, default: int | None = None) -> Callable[[Any], Any]:
+    """An integer flag, spelled with dashes and, as trtllm-build does, with underscores."""
+    return click.option(f"--{name}", f"--{name.replace('-', '_')}", type=int, default=default, help=help_text)
+
+
+def drafter_source(text: str) -> DrafterSource:
+    """The drafter that ``[NAME=]DIR`` names; UserError for a name that is empty."""
+    with loading():
+        from dflow_trt.build import DrafterSource
+
+    name, separator, path = text.partition("=")
+    if separator and not Path(text).exists():
+        if not name:
+            raise UserError(f"--drafter: {text!r} has no name before '='; allowed: NAME=DIR, or DIR alone")
+        return DrafterSource(Path(path), name)
+    return DrafterSource(Path(text))
+
+
+def bundle_json(bundle: Bundle) -> dict[str, Any]:
+    """A bundle as JSON shows it: the manifest, its tensors, its memory."""
+    with loading():
+        from dflow_trt.memory import plan_memory
+
+    engines = {
+        f"{name}.{contract.engine}" if name else contract.engine: dataclasses.asdict(contract)
+        for name, contract in bundle.contracts()
+    }
+    manifest = json.loads((bundle.path / "dflow.json").read_text(encoding="utf-8"))
+    return {
+        "path": str(bundle.path),
+        **manifest,
+        "engines": engines,
+        "strategies": list(bundle.strategies),
+        "memory": plan_memory(bundle).figures(),
+    }
+
+
+def as_chat(prompt: Prompt) -> Prompt:
+    """A text as one user message; token ids and messages as they are."""
+    text = prompt if isinstance(prompt, str) else prompt.get("prompt")
+    return prompt if text is None else {"messages": [{"role": "user", "content": text}]}
+
+
+def print_json(data: Any) -> None:
+    """Data as one line of JSON on standard output."""
+    click.echo(json.dumps(data, ensure_ascii=False, default=str))
