@@ -1,0 +1,109 @@
+"""Triton's ``dflow`` model over gRPC: a job goes in, updates come out. Leaving early cancels the job there."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+import grpc
+import numpy as np
+from tritonclient.grpc import InferInput
+from tritonclient.grpc.aio import InferenceServerClient
+from tritonclient.utils import InferenceServerException, deserialize_bytes_tensor, triton_to_np_dtype
+
+from dflow_trt.errors import UserError
+from dflow_trt.serving import tensors as t
+from dflow_trt.serving.openai.errors import ApiError
+from dflow_trt.serving.openai.protocol import invalid
+from dflow_trt.serving.openai.translate import Array, Feed, Job, Update, feeds, updates
+
+TRUE_STATUS = {"triton_grpc_error": "true"}  # errors end a stream with their status, not as a text without one
+READY_SECONDS = 5.0
+GRACE_SECONDS = 5.0  # behind the model's own deadline: so long a model that is gone is waited for
+TIMED_OUT = "the request took longer than this server allows"
+
+
+class Backend:
+    """One server's ``dflow`` model, shared by all requests of one event loop.
+
+    address: of Triton's gRPC. timeout: seconds a request may take, queue included.
+    """
+
+    def __init__(self, client: InferenceServerClient, timeout: float) -> None:
+        self._client, self._timeout = client, timeout
+
+    async def run(self, request_id: str, job: Job) -> AsyncGenerator[Update, None]:
+        """The updates of a job. ApiError says why there is no more of them."""
+        request = self._request(request_id, feeds(job, round(self._timeout * 1e3)), job.task)
+        call = self._client.stream_infer(_once(request), self._timeout + GRACE_SECONDS, TRUE_STATUS)
+        try:
+            async for result, error in call:
+                if error is not None:
+                    raise error
+                for update in updates(_arrays(result.get_response())):
+                    yield _checked(update)
+        except grpc.aio.AioRpcError as error:
+            raise _refusal(error.code(), error.details() or "") from None
+        except InferenceServerException as error:
+            raise ApiError(500, error.message()) from None
+        finally:
+            call.cancel()
+
+    def _request(self, request_id: str, inputs: list[Feed], task: str | None) -> dict[str, Any]:
+        return {
+            "model_name": t.DFLOW.name,
+            "inputs": [_input(tensor, array) for tensor, array in inputs],
+            "request_id": request_id,
+            "parameters": {t.TASK_PARAMETER: task} if task else None,
+        }
+
+    async def ready(self) -> bool:
+        """Whether server and model take requests, and the model answers."""
+        try:
+            server = await self._client.is_server_ready(client_timeout=READY_SECONDS)
+            return bool(server and await self._client.is_model_ready(t.DFLOW.name, client_timeout=READY_SECONDS))
+        except InferenceServerException:
+            return False
+
+
+async def _once(request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    yield request
+
+
+def _input(tensor: t.Tensor, array: Array) -> InferInput:
+    kind = "BYTES" if tensor.type == "STRING" else tensor.type
+    return InferInput(tensor.name, list(array.shape), kind).set_data_from_numpy(array)
+
+
+def _arrays(response: Any) -> dict[str, Array]:
+    """Every output by name."""
+    raw = zip(response.outputs, response.raw_output_contents, strict=True)
+    return {output.name: _array(output.datatype, content) for output, content in raw}
+
+
+def _array(kind: str, content: bytes) -> Array:
+    if kind == "BYTES":
+        return np.asarray(deserialize_bytes_tensor(content))
+    return np.frombuffer(content, triton_to_np_dtype(kind))
+
+
+def _checked(update: Update) -> Update:
+    """Only a sample that goes on, or ended by itself, is an answer."""
+    if update.finish_reason == "timeout":
+        raise ApiError(504, TIMED_OUT)
+    if update.finish_reason in ("cancelled", "error"):
+        raise ApiError(
+            503 if update.finish_reason == "cancelled" else 500, f"the model ended it: {update.finish_reason}"
+        )
+    return update
+
+
+def _refusal(code: grpc.StatusCode, message: str) -> ApiError:
+    """A stream's status as an HTTP error."""
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        return invalid(UserError(message))
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return ApiError(504, TIMED_OUT)
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return ApiError(429 if "queue" in message else 503, message)
+    return ApiError(500, message)

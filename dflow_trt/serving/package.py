@@ -1,0 +1,230 @@
+"""A bundle as a Triton model repository: five models that a stock tritonserver with the Python backend loads.
+
+The repository stands alone: the bundle lies inside (hard links where they can be, so that it takes no space), and the
+model.py files are those of ``triton_repo/``. Each config.pbtxt is written from :mod:`dflow_trt.serving.tensors`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import dflow_trt
+from dflow_trt import contract as c
+from dflow_trt.bundle import Bundle, open_bundle
+from dflow_trt.errors import UserError
+from dflow_trt.files import staged_folder
+from dflow_trt.method.policy import check_policy
+from dflow_trt.serving import tensors as t
+from dflow_trt.serving.options import StrategyChooser
+from dflow_trt.spec import DraftPolicy
+
+VERSION = "1"
+BUNDLE_DIR = "bundle"  # in the version folder of dflow
+TEMPLATES = "triton_repo"
+_TOKENIZER_USERS = (t.PREPROCESSING, t.DFLOW_BLS)
+
+
+@dataclass(frozen=True)
+class PackageOptions:
+    """How the served model behaves; kept as parameters of dflow's config.pbtxt.
+
+    max_queue: sequences that may wait. timeout: seconds a request may take, queue included; None is no limit.
+    draft_policy: "fixed" or "adaptive". strategy: of requests that name none, by default the bundle's best. shares: of
+    those requests, the share that another strategy gets. threads: of the CPU runtime, by default all cores.
+    """
+
+    max_queue: int = 128
+    timeout: float | None = None
+    draft_policy: DraftPolicy = "fixed"
+    strategy: str | None = None
+    shares: Mapping[str, float] = field(default_factory=dict)
+    threads: int | None = None
+
+    def check(self, bundle: Bundle) -> None:
+        """UserError for what this bundle cannot do."""
+        if self.max_queue < 0:
+            raise UserError(f"max_queue: {self.max_queue}; allowed: 0 or more")
+        if self.timeout is not None and not self.timeout > 0:
+            raise UserError(f"timeout: {self.timeout:g}; allowed: more than 0 seconds")
+        check_policy(self.draft_policy)
+        StrategyChooser(bundle, self.strategy, self.shares)
+
+    def parameters(self) -> dict[str, str]:
+        """As texts, for config.pbtxt; what is not set is left out."""
+        shares = ",".join(f"{name}={share!r}" for name, share in self.shares.items())
+        values = {
+            "max_queue": self.max_queue,
+            "timeout": self.timeout,
+            "draft_policy": self.draft_policy,
+            "strategy": self.strategy,
+            "shares": shares or None,
+            "threads": self.threads,
+        }
+        return {name: str(value) for name, value in values.items() if value is not None}
+
+    @classmethod
+    def from_parameters(cls, parameters: Mapping[str, str]) -> Self:
+        """The inverse of :meth:`parameters`. UserError names a parameter that an editor has made unreadable."""
+        readers: dict[str, Any] = {
+            "max_queue": int,
+            "timeout": float,
+            "draft_policy": str,
+            "strategy": str,
+            "shares": lambda text: dict(map(read_share, text.split(","))),
+            "threads": int,
+        }
+        values: dict[str, Any] = {}
+        for name, read in readers.items():
+            try:
+                values |= {name: read(parameters[name])} if name in parameters else {}
+            except ValueError as error:
+                raise UserError(f"config.pbtxt: parameter {name} is {parameters[name]!r} ({error})") from None
+        return cls(**values)
+
+
+def read_share(text: str) -> tuple[str, float]:
+    """NAME=SHARE as a pair; UserError for anything else."""
+    name, _, share = text.partition("=")
+    try:
+        return name, float(share)
+    except ValueError:
+        raise UserError(f"strategy share: {text!r}; allowed: NAME=SHARE, e.g. dflow=0.05") from None
+
+
+@dataclass(frozen=True)
+class Package:
+    """What was written."""
+
+    path: Path
+    models: tuple[str, ...]
+
+
+def package_bundle(
+    bundle: str | Path, output: str | Path, options: PackageOptions | None = None, force: bool = False
+) -> Package:
+    """Write the model repository of a bundle.
+
+    A bundle without a tokenizer gets the model dflow alone, which takes token ids. force: replace a folder that is
+    there. UserError for a bundle or option that does not fit, and for an output that exists.
+    """
+    opened, output, options = open_bundle(bundle), Path(output), options or PackageOptions()
+    options.check(opened)
+    if output.exists() and not force:
+        raise UserError(f"--output: {output} exists; choose another, or replace it with --force")
+    models = t.MODELS if opened.tokenizer_path else (t.DFLOW,)
+    with staged_folder(output, replace=force) as folder:
+        for model in models:
+            _write_model(model, opened, options, folder / model.name)
+    return Package(output, tuple(model.name for model in models))
+
+
+def _write_model(model: t.Model, bundle: Bundle, options: PackageOptions, folder: Path) -> None:
+    version = folder / VERSION
+    version.mkdir(parents=True)
+    (folder / "config.pbtxt").write_text(config_text(model, options), encoding="utf-8")
+    if model is not t.ENSEMBLE:
+        shutil.copyfile(_templates() / model.name / VERSION / "model.py", version / "model.py")
+    if model is t.DFLOW:
+        _link_files(bundle.path, version / BUNDLE_DIR, (*bundle.files, c.MANIFEST))
+    if model in _TOKENIZER_USERS:
+        inside = [name for name in bundle.files if name.startswith(f"{c.TOKENIZER_DIR}/")]
+        _link_files(bundle.path, version, inside)
+
+
+def _link_files(source: Path, target: Path, names: Iterable[str]) -> None:
+    """Hard links, or copies where another file system does not take them."""
+    for name in names:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link((source / name).resolve(), target / name)
+        except OSError:
+            shutil.copyfile(source / name, target / name)
+
+
+def _templates() -> Path:
+    """The model.py files: inside an installed package, beside it in a checkout."""
+    package = Path(dflow_trt.__file__).resolve().parent
+    inside = package / TEMPLATES
+    return inside if inside.is_dir() else package.parent / TEMPLATES
+
+
+# -- config.pbtxt ------------------------------------------------------------------------------------------------------
+
+
+def config_text(model: t.Model, options: PackageOptions) -> str:
+    """A model's config.pbtxt, in protobuf's text form."""
+    lines = ["# Written by dflow-trt package.", *_lines(model_config(model, options))]
+    return "\n".join(lines) + "\n"
+
+
+def model_config(model: t.Model, options: PackageOptions) -> dict[str, Any]:
+    """The fields of a model's ModelConfig message; a list is a repeated field, and an Enum value is a bare word."""
+    config: dict[str, Any] = {"name": model.name, "max_batch_size": 1}
+    config |= {"input": [_input(tensor) for tensor in model.inputs]}
+    config |= {"output": [_tensor(tensor) for tensor in model.outputs]}
+    if model is t.ENSEMBLE:
+        return {"platform": "ensemble", **config, "ensemble_scheduling": {"step": _ensemble_steps()}}
+    config |= {"backend": "python", "model_transaction_policy": {"decoupled": model.decoupled}}
+    # Several instances would put the responses of a stream out of order, and dflow has one set of engines.
+    config["instance_group"] = [{"count": 1, "kind": Word("KIND_MODEL" if model is t.DFLOW else "KIND_CPU")}]
+    if model is t.DFLOW:
+        pairs = options.parameters().items()
+        config["parameters"] = [{"key": name, "value": {"string_value": value}} for name, value in pairs]
+    return config
+
+
+class Word(str):
+    """A value of an enumeration: written without quotes."""
+
+
+def _tensor(tensor: t.Tensor) -> dict[str, Any]:
+    return {"name": tensor.name, "data_type": Word(f"TYPE_{tensor.type}"), "dims": list(tensor.dims)}
+
+
+def _input(tensor: t.Tensor) -> dict[str, Any]:
+    return _tensor(tensor) | ({"optional": True} if tensor.optional else {})
+
+
+def _ensemble_steps() -> list[dict[str, Any]]:
+    """preprocessing -> dflow -> postprocessing. Figures go from dflow to the client directly."""
+    inner = {tensor.name: f"_{tensor.name}" for tensor in (*t.PREPROCESSING.outputs, t.TEXT_OUTPUT)}
+    return [
+        _step(t.PREPROCESSING, {}, inner),
+        _step(t.DFLOW, inner, inner),
+        _step(t.POSTPROCESSING, {t.COMPLETION.name: inner[t.TEXT_OUTPUT.name]}, {}),
+    ]
+
+
+def _step(model: t.Model, inputs: Mapping[str, str], outputs: Mapping[str, str]) -> dict[str, Any]:
+    """One step; a tensor goes by its own name unless it is renamed."""
+
+    def mapped(tensors: Iterable[t.Tensor], names: Mapping[str, str]) -> list[dict[str, str]]:
+        return [{"key": tensor.name, "value": names.get(tensor.name, tensor.name)} for tensor in tensors]
+
+    step: dict[str, Any] = {"model_name": model.name, "model_version": -1}
+    return step | {"input_map": mapped(model.inputs, inputs), "output_map": mapped(model.outputs, outputs)}
+
+
+def _lines(fields: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+    for name, value in fields.items():
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, dict):
+                yield f"{indent}{name} {{"
+                yield from _lines(item, indent + "  ")
+                yield f"{indent}}}"
+            else:
+                yield f"{indent}{name}: {_literal(item)}"
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | Word):
+        return str(value)
+    escaped = str(value).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'

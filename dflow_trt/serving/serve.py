@@ -1,0 +1,154 @@
+"""What ``dflow-trt serve`` runs: tritonserver over a packaged bundle, and the OpenAI endpoint in front of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import uvicorn
+from starlette.applications import Starlette
+from tritonclient.grpc.aio import InferenceServerClient
+
+from dflow_trt.bundle import Bundle, open_bundle
+from dflow_trt.errors import UserError
+from dflow_trt.serving.openai.app import MAX_REQUEST_BYTES, Endpoint, Settings, build_app
+from dflow_trt.serving.openai.backend import Backend
+from dflow_trt.serving.package import PackageOptions, package_bundle
+from dflow_trt.serving.server import DRAIN_SECONDS, Ports, TritonServer
+from dflow_trt.text import Tokenizer
+
+BACKLOG = 2048  # connections that wait: while the server starts, and under load
+WATCH_SECONDS = 0.5
+QUIET = ("--log-info=false",)
+QUESTION = '{"messages": [{"role": "user", "content": "Hello"}]}'
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """How to serve. timeout: seconds a request may take, queue included. verbose: show what tritonserver does."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    model_name: str | None = None
+    api_key: str | None = None
+    max_request_bytes: int = MAX_REQUEST_BYTES
+    timeout: float = 600.0
+    triton_home: Path | None = None
+    ports: Ports = field(default_factory=Ports)
+    verbose: bool = False
+    package: PackageOptions = field(default_factory=PackageOptions)
+
+
+def serve(path: Path, options: ServeOptions, say: Callable[[str], None]) -> None:
+    """Serve a bundle until SIGTERM or Ctrl-C; then finish what runs. ``say`` gets a line for each thing to know.
+
+    Raises UserError, before anything is started, for what cannot be served, and where tritonserver ends by itself.
+    """
+    if options.api_key == "":
+        raise UserError("--api-key: empty; give a key, or leave it out")
+    bundle = open_bundle(path, verify=False)
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(_listening(options.host, options.port))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dflow-serve-")))
+        repository = folder / "repository"
+        logs = () if options.verbose else QUIET
+        triton = TritonServer(repository, home=options.triton_home, ports=options.ports, options=logs)
+        package_bundle(path, repository, options.package)
+        stack.enter_context(triton)
+        asyncio.run(_endpoint(bundle, triton, listener, options, say))
+
+
+@contextlib.contextmanager
+def _listening(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket that listens from now on: a port that is taken is found before anything starts, and clients wait."""
+    try:
+        [family, *_], *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise UserError(f"--host: {host}: {error.strerror}; give an address of this machine") from None
+    try:
+        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise UserError(f"--port: {host}:{port} cannot be had ({error.strerror}); choose another") from None
+    with listener:
+        yield listener
+
+
+async def _endpoint(
+    bundle: Bundle, triton: TritonServer, listener: socket.socket, options: ServeOptions, say: Callable[[str], None]
+) -> None:
+    name = options.model_name or bundle.path.resolve().name
+    settings = Settings(name, triton.metrics_address, options.api_key, options.max_request_bytes)
+    tokenizer = Tokenizer.from_folder(bundle.tokenizer_path) if bundle.tokenizer_path is not None else None
+    async with InferenceServerClient(triton.grpc_address) as client, httpx.AsyncClient() as http:
+        endpoint = Endpoint(bundle, tokenizer, Backend(client, options.timeout), http, settings)
+        server = _web_server(build_app(endpoint))
+        watching = asyncio.create_task(_watch(triton, server))
+        for line in _lines(bundle, name, triton, listener, options):
+            say(line)
+        _ignore_signals()
+        await server.serve([listener])
+        watching.cancel()
+    if triton.exit_code is not None:
+        raise UserError(f"tritonserver ended by itself with code {triton.exit_code}; its output above says why")
+
+
+def _web_server(app: Starlette) -> uvicorn.Server:
+    """On SIGTERM and SIGINT it takes nothing new and finishes what runs. It logs requests by path, never their text."""
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        timeout_graceful_shutdown=DRAIN_SECONDS,
+    )
+    return uvicorn.Server(config)
+
+
+def _ignore_signals() -> None:
+    """uvicorn handles them while it serves, and raises them again when it has ended well: that is no failure."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: None)
+
+
+async def _watch(triton: TritonServer, server: uvicorn.Server) -> None:
+    """End the endpoint when tritonserver is gone: whoever started this process starts it again."""
+    while triton.exit_code is None:
+        await asyncio.sleep(WATCH_SECONDS)
+    server.should_exit = True
+
+
+def _lines(
+    bundle: Bundle, name: str, triton: TritonServer, listener: socket.socket, options: ServeOptions
+) -> Iterator[str]:
+    """Where everything is, and a command to try it."""
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    url = f"http://{host}:{listener.getsockname()[1]}"
+    if options.api_key is None and not _is_loopback(options.host):
+        yield f"warning   --host {options.host} without --api-key: whoever reaches this port can use the model"
+    key = '-H "Authorization: Bearer $DFLOW_API_KEY" ' if options.api_key else ""
+    yield f"model     {name}: {', '.join(bundle.strategies)}"
+    yield f"endpoint  {url}/v1"
+    yield f"page      {url}/"
+    yield f"metrics   {url}/metrics"
+    yield f"triton    http {triton.http_address}, grpc {triton.grpc_address}, metrics {triton.metrics_address}"
+    yield f"try       curl {url}/v1/chat/completions {key}-H 'Content-Type: application/json' -d '{QUESTION}'"
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,208 @@
+"""A scripted ``dflow`` model behind tritonclient's interface: requests in and responses out are its real messages.
+
+The script says which tokens a sample gets and how many drafts each round accepts; everything around them (text that
+holds back stop strings, one response a round or one in all, log-probabilities) is as the real model does it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import numpy as np
+from tritonclient.grpc import InferResult, service_pb2
+from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor, triton_to_np_dtype
+
+from dflow_trt.serving import tensors as t
+from dflow_trt.text import TextStream, Tokenizer
+
+Outputs = dict[str, list[Any]]
+TENSORS = {tensor.name: tensor for tensor in t.DFLOW.outputs}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request as the model gets it: inputs by name, flat."""
+
+    id: str
+    inputs: dict[str, list[Any]]
+    parameters: dict[str, str]
+
+    def value(self, name: str, default: Any = None) -> Any:
+        return self.inputs[name][0] if name in self.inputs else default
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one sample gives. rounds: the accepted drafts of each; the first token comes before them."""
+
+    ids: Sequence[int]
+    rounds: Sequence[int] = ()
+    reason: str = "length"
+
+
+@dataclass(frozen=True)
+class Failure(Exception):
+    """The stream ends with a status."""
+
+    code: grpc.StatusCode
+    message: str
+
+
+Script = Callable[[Asked], Sequence[Sample]]
+
+
+@dataclass
+class FakeTriton:
+    """The client. ``gate``: each response takes one of it, where there is one. ``asked``, ``cancelled``: what it saw."""
+
+    tokenizer: Tokenizer
+    script: Script
+    ready: bool = True
+    gate: asyncio.Semaphore | None = None
+    asked: list[Asked] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+
+    async def is_server_ready(self, client_timeout: float | None = None) -> bool:
+        return self.ready
+
+    async def is_model_ready(self, name: str, client_timeout: float | None = None) -> bool:
+        assert name == t.DFLOW.name
+        return self.ready
+
+    def stream_infer(
+        self, requests: AsyncIterator[dict[str, Any]], timeout: float, headers: dict[str, str]
+    ) -> FakeCall:
+        assert headers == {"triton_grpc_error": "true"}
+        assert timeout > 0
+        return FakeCall(self, requests)
+
+
+class FakeCall:
+    """One stream: a request, then its responses."""
+
+    def __init__(self, client: FakeTriton, requests: AsyncIterator[dict[str, Any]]) -> None:
+        self._client, self._requests = client, requests
+        self._id, self._ended = "", False
+
+    async def __aiter__(self) -> AsyncIterator[tuple[InferResult, None]]:
+        async for request in self._requests:
+            asked = _asked(request)
+            self._id = asked.id
+            self._client.asked.append(asked)
+            try:
+                for outputs in _responses(asked, self._client.script(asked), self._client.tokenizer):
+                    if self._client.gate is not None:
+                        await self._client.gate.acquire()
+                    yield InferResult(_message(outputs)), None
+            except Failure as failure:
+                nothing = grpc.aio.Metadata()
+                raise grpc.aio.AioRpcError(failure.code, nothing, nothing, failure.message) from None
+        self._ended = True
+
+    def cancel(self) -> bool:
+        if not self._ended:
+            self._client.cancelled.append(self._id)
+        return not self._ended
+
+
+def _asked(request: dict[str, Any]) -> Asked:
+    assert request["model_name"] == t.DFLOW.name
+    declared = {tensor.name: tensor for tensor in t.DFLOW.inputs}
+    inputs = {}
+    for each in request["inputs"]:
+        tensor, shape = declared[each.name()], each.shape()
+        assert each.datatype() == ("BYTES" if tensor.type == "STRING" else tensor.type)
+        assert shape[0] == 1, "max_batch_size is 1"
+        assert len(shape) == 2
+        inputs[each.name()] = _values(each.datatype(), each._get_content())
+    return Asked(request["request_id"], inputs, request["parameters"] or {})
+
+
+def _values(kind: str, content: bytes) -> list[Any]:
+    if kind == "BYTES":
+        return [item.decode() for item in deserialize_bytes_tensor(content)]
+    return np.frombuffer(content, triton_to_np_dtype(kind)).tolist()
+
+
+def _message(outputs: Outputs) -> Any:
+    response = service_pb2.ModelInferResponse(model_name=t.DFLOW.name)
+    for name, values in outputs.items():
+        kind = "BYTES" if TENSORS[name].type == "STRING" else TENSORS[name].type
+        response.outputs.add(name=name, datatype=kind, shape=[1, len(values)])
+        response.raw_output_contents.append(_raw(kind, values))
+    return response
+
+
+def _raw(kind: str, values: list[Any]) -> bytes:
+    if kind == "BYTES":
+        packed = serialize_byte_tensor(np.array([value.encode() for value in values], np.object_))
+        return packed.item() if packed.size else b""
+    return np.array(values, triton_to_np_dtype(kind)).tobytes()
+
+
+def _responses(asked: Asked, samples: Sequence[Sample], tokenizer: Tokenizer) -> Iterator[Outputs]:
+    rounds = [list(_rounds(asked, i, sample, tokenizer)) for i, sample in enumerate(samples)]
+    if asked.value("stream", False):
+        for number in range(max(map(len, rounds), default=0)):  # samples take turns
+            yield from (each[number] for each in rounds if number < len(each))
+    elif rounds:
+        yield _joined(rounds)
+
+
+def _rounds(asked: Asked, index: int, sample: Sample, tokenizer: Tokenizer) -> Iterator[Outputs]:
+    """A response a round of one sample."""
+    text = TextStream(tokenizer, asked.inputs.get("stop_words", ()))
+    start, accepted, drafted, stopped = 0, 0, 0, False
+    for number, kept in enumerate((0, *sample.rounds)):
+        ids = []
+        for token in sample.ids[start : start + kept + 1]:
+            ids.append(token)
+            stopped = text.push(token)
+            if stopped:
+                break
+        kept = min(kept, len(ids))
+        start, accepted, drafted = start + len(ids), accepted + kept, drafted + (7 if number else 0)
+        last = number == len(sample.rounds) or stopped
+        yield {
+            "text_output": [text.finish() if last else text.take()],
+            "output_ids": ids,
+            "sequence_index": [index],
+            "finish_reason": [("stop" if stopped else sample.reason) if last else ""],
+            "num_accepted": [kept],
+            "num_input_tokens": [len(asked.inputs["input_ids"])],
+            "num_output_tokens": [start],
+            "num_rounds": [number],
+            "total_draft_tokens": [drafted],
+            "total_accepted_draft_tokens": [accepted],
+            "acceptance_rate": [accepted / drafted if drafted else 0.0],
+            "seed": [asked.value("seed", 77)],
+            "cum_log_probs": [0.0],
+            **_logprobs(ids, asked.value("logprobs")),
+        }
+        if stopped:
+            return
+
+
+def _logprobs(ids: Sequence[int], count: int | None) -> Outputs:
+    """Made up: the token itself at -0.5, alternatives at -0.5, -1.5, ..."""
+    if count is None:
+        return {"output_log_probs": [], "top_ids": [], "top_log_probs": []}
+    return {
+        "output_log_probs": [-0.5] * len(ids),
+        "top_ids": [token + k for token in ids for k in range(count)],
+        "top_log_probs": [-0.5 - k for _ in ids for k in range(count)],
+    }
+
+
+def _joined(rounds: Sequence[Sequence[Outputs]]) -> Outputs:
+    """Everything in one response: texts and figures a sample, tokens one sample after another."""
+    flat = ("output_ids", "output_log_probs", "top_ids", "top_log_probs")
+    joined: Outputs = {name: [value for each in rounds for part in each for value in part[name]] for name in flat}
+    joined |= {name: [each[-1][name][0] for each in rounds] for name in TENSORS if name not in flat}
+    joined["text_output"] = ["".join(part["text_output"][0] for part in each) for each in rounds]
+    joined["num_accepted"] = [sum(part["num_accepted"][0] for part in each) for each in rounds]
+    return joined

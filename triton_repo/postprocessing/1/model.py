@@ -1,0 +1,5 @@
+"""The texts of dflow as NVIDIA's clients read them."""
+
+from dflow_trt.serving.triton import PostprocessingModel as TritonPythonModel
+
+__all__ = ["TritonPythonModel"]
