@@ -29,6 +29,7 @@ class Asked:
 
     id: str
     inputs: dict[str, list[Any]]
+    outputs: frozenset[str]
     parameters: dict[str, str]
 
     def value(self, name: str, default: Any = None) -> Any:
@@ -57,7 +58,7 @@ Script = Callable[[Asked], Sequence[Sample]]
 
 @dataclass
 class FakeTriton:
-    """The client. ``gate``: each response takes one of it, where there is one. ``asked``, ``cancelled``: what it saw."""
+    """The client. ``gate``: each response takes one of it. ``asked``, ``cancelled``: what it saw."""
 
     tokenizer: Tokenizer
     script: Script
@@ -97,7 +98,7 @@ class FakeCall:
                 for outputs in _responses(asked, self._client.script(asked), self._client.tokenizer):
                     if self._client.gate is not None:
                         await self._client.gate.acquire()
-                    yield InferResult(_message(outputs)), None
+                    yield InferResult(_message({n: v for n, v in outputs.items() if n in asked.outputs})), None
             except Failure as failure:
                 nothing = grpc.aio.Metadata()
                 raise grpc.aio.AioRpcError(failure.code, nothing, nothing, failure.message) from None
@@ -119,7 +120,9 @@ def _asked(request: dict[str, Any]) -> Asked:
         assert shape[0] == 1, "max_batch_size is 1"
         assert len(shape) == 2
         inputs[each.name()] = _values(each.datatype(), each._get_content())
-    return Asked(request["request_id"], inputs, request["parameters"] or {})
+    outputs = frozenset(each.name() for each in request["outputs"])
+    assert outputs <= TENSORS.keys()
+    return Asked(request["request_id"], inputs, outputs, request["parameters"] or {})
 
 
 def _values(kind: str, content: bytes) -> list[Any]:
@@ -179,7 +182,7 @@ def _rounds(asked: Asked, index: int, sample: Sample, tokenizer: Tokenizer) -> I
             "total_draft_tokens": [drafted],
             "total_accepted_draft_tokens": [accepted],
             "acceptance_rate": [accepted / drafted if drafted else 0.0],
-            "seed": [asked.value("seed", 77)],
+            "seed_used": [asked.value("seed", 77)],
             "cum_log_probs": [0.0],
             **_logprobs(ids, asked.value("logprobs")),
         }

@@ -16,6 +16,7 @@ COMMANDS = (
     "generate:generate",
     "inspect:inspect",
     "plan:plan",
+    "serve:serve",
     "train:train",
 )
 """module:command in this package. The modules declare options; what a command needs, it imports when it runs."""

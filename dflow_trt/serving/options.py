@@ -51,7 +51,7 @@ def read_ask(values: Values, parameters: Mapping[str, Any], tokenizer: Tokenizer
         draft_tokens=one(values, t.DRAFT_TOKENS),
         stream=bool(one(values, t.STREAM)),
         timeout=_timeout(one(values, t.TIMEOUT_MS)),
-        task=_task(parameters),
+        task=read_task(parameters),
         prefix=one(values, t.PREFIX) or "",
     )
 
@@ -152,8 +152,11 @@ def _timeout(milliseconds: int | None) -> float | None:
     return milliseconds / 1e3
 
 
-def _task(parameters: Mapping[str, Any]) -> str:
-    """Triton turns unknown JSON keys of a generate request into parameters: a misspelt option must not pass."""
+def read_task(parameters: Mapping[str, Any]) -> str:
+    """The label for metrics. UserError for a parameter that is none of ours.
+
+    Triton makes parameters of JSON keys in a generate request that are no inputs: a misspelt option must not pass.
+    """
     for name in parameters:
         if name not in PARAMETERS:
             raise UserError(f"{name}: no such option; allowed: the model's inputs, and the parameter {PARAMETERS[0]}")

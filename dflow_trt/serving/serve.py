@@ -11,7 +11,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -21,7 +21,7 @@ from tritonclient.grpc.aio import InferenceServerClient
 
 from dflow_trt.bundle import Bundle, open_bundle
 from dflow_trt.errors import UserError
-from dflow_trt.serving.openai.app import MAX_REQUEST_BYTES, Endpoint, Settings, build_app
+from dflow_trt.serving.openai.app import Endpoint, Settings, build_app
 from dflow_trt.serving.openai.backend import Backend
 from dflow_trt.serving.package import PackageOptions, package_bundle
 from dflow_trt.serving.server import DRAIN_SECONDS, Ports, TritonServer
@@ -29,7 +29,7 @@ from dflow_trt.text import Tokenizer
 
 BACKLOG = 2048  # connections that wait: while the server starts, and under load
 WATCH_SECONDS = 0.5
-QUIET = ("--log-info=false",)
+QUIET = ("--log-info=false", "--pinned-memory-pool-byte-size=0")  # the pool is for GPUs; without one it is a warning
 QUESTION = '{"messages": [{"role": "user", "content": "Hello"}]}'
 
 
@@ -37,16 +37,16 @@ QUESTION = '{"messages": [{"role": "user", "content": "Hello"}]}'
 class ServeOptions:
     """How to serve. timeout: seconds a request may take, queue included. verbose: show what tritonserver does."""
 
-    host: str = "127.0.0.1"
-    port: int = 8000
+    host: str
+    port: int
+    max_request_bytes: int
+    timeout: float
+    package: PackageOptions
+    ports: Ports
     model_name: str | None = None
     api_key: str | None = None
-    max_request_bytes: int = MAX_REQUEST_BYTES
-    timeout: float = 600.0
     triton_home: Path | None = None
-    ports: Ports = field(default_factory=Ports)
     verbose: bool = False
-    package: PackageOptions = field(default_factory=PackageOptions)
 
 
 def serve(path: Path, options: ServeOptions, say: Callable[[str], None]) -> None:
@@ -87,7 +87,14 @@ async def _endpoint(
     bundle: Bundle, triton: TritonServer, listener: socket.socket, options: ServeOptions, say: Callable[[str], None]
 ) -> None:
     name = options.model_name or bundle.path.resolve().name
-    settings = Settings(name, triton.metrics_address, options.api_key, options.max_request_bytes)
+    settings = Settings(
+        model_name=name,
+        metrics_address=triton.metrics_address,
+        api_key=options.api_key,
+        max_request_bytes=options.max_request_bytes,
+        strategy=options.package.strategy,
+        shares=options.package.shares,
+    )
     tokenizer = Tokenizer.from_folder(bundle.tokenizer_path) if bundle.tokenizer_path is not None else None
     async with InferenceServerClient(triton.grpc_address) as client, httpx.AsyncClient() as http:
         endpoint = Endpoint(bundle, tokenizer, Backend(client, options.timeout), http, settings)

@@ -132,7 +132,7 @@ class TritonServer:
         options: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self.repository, self.host, self._log = Path(repository), host, log
+        self.repository, self.host, self.log = Path(repository), host, log
         self._interpreter = find_interpreter(python)
         self._installation = find_server(self._interpreter, home)
         self._wanted, self._options = ports or Ports(), tuple(options)
@@ -190,7 +190,7 @@ class TritonServer:
 
     def _launch(self) -> None:
         self.ports = _free_ports(self.host, self._wanted)
-        output = self._stack.enter_context(self._log.open("wb")) if self._log else None
+        output = self._stack.enter_context(self.log.open("wb")) if self.log else None
         # Its own session: a Ctrl-C at the terminal is for this process, which then stops the server with drain.
         self._process = subprocess.Popen(
             self._arguments(),
@@ -261,13 +261,13 @@ class TritonServer:
 
     def _last_error(self) -> str:
         """The line of the log that says why, for a message."""
-        if self._log is None:
+        if self.log is None:
             return "see its output above"
-        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         errors = [line for line in lines if line.startswith("E") and "Cuda" not in line]
         of_models = [line for line in errors if "failed to load" in line]
         reason = [*of_models, *errors, *reversed(lines), "no output"][0].partition("\\n")[0]
-        return f"{reason.strip()} (see {self._log})"
+        return f"{reason.strip()} (see {self.log})"
 
     def stop(self, drain: float = DRAIN_SECONDS) -> int | None:
         """Take nothing new, finish what runs within ``drain`` seconds, end. Gives the exit code."""

@@ -35,7 +35,7 @@ from dflow_trt.runtime.choose import open_runtime
 from dflow_trt.serving import tensors as t
 from dflow_trt.serving.loop import EngineFailure, Job, Piece, ServingLoop, Unavailable
 from dflow_trt.serving.metrics import Capacity, ServingMetrics
-from dflow_trt.serving.options import Ask, StrategyChooser, Values, one, read_ask
+from dflow_trt.serving.options import Ask, StrategyChooser, Values, one, read_ask, read_task
 from dflow_trt.serving.package import BUNDLE_DIR, PackageOptions
 from dflow_trt.serving.responses import arrays, joined
 from dflow_trt.serving.series import TritonSink
@@ -427,7 +427,9 @@ class DflowBlsModel:
 
     def _pass_on(self, request: Any, values: Values, handle: str, channel: Channel) -> None:
         stop = bool(one(values, t.STOP))
-        parameters = _parameters(request) | ({} if stop else {t.HANDLE_PARAMETER: handle})
+        parameters = {t.TASK_PARAMETER: read_task(_parameters(request))} | (
+            {} if stop else {t.HANDLE_PARAMETER: handle}
+        )
         own = {tensor.name for tensor in t.PREPROCESSING.inputs}
         inputs = {name: array for name, array in values.items() if name not in own} | encoded(self._tokenizer, values)
         left = 1 if stop else one(values, t.NUM_SEQUENCES) or 1
@@ -461,6 +463,6 @@ def _ask_dflow(
         requested_output_names=sorted(names),
         inputs=[pb_utils.Tensor(name, array) for name, array in inputs.items()],
         request_id=request_id,
-        parameters={name: value for name, value in parameters.items() if name != "id"},
+        parameters=dict(parameters),
     )
     return request.exec(decoupled=True)  # type: ignore[no-any-return]

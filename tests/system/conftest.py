@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable, Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 from pairs import VARIANTS, Pair, build_tiny
+from serve_environment import make_environment
 
 from dflow_trt.build import BuildOptions, DrafterSource, build_bundle
 from dflow_trt.example import DATA, write_example
@@ -66,3 +69,13 @@ def example_prompts(example_folder: Path) -> list[dict[str, Any]]:
         texts += [text[: len(text) * cut // (cut + 1)] for text in texts[: 200 - len(texts)]]
         cut += 1
     return [{"messages": [{"role": "user", "content": text}]} for text in texts[:200]]
+
+
+@pytest.fixture(scope="session")
+def serve_python() -> Path:
+    """A Python that has what a server needs: DFLOW_SERVE_PYTHON, or of an environment that is made once.
+
+    Its numpy is older than the one that the other tests run with.
+    """
+    given = os.environ.get("DFLOW_SERVE_PYTHON")
+    return Path(given) if given else make_environment(Path(sys.executable))

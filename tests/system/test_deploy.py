@@ -23,6 +23,7 @@ import pytest
 import yaml
 
 from dflow_trt import __version__
+from dflow_trt.cli.group import cli
 from dflow_trt.serving.server import DRAIN_SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -259,6 +260,19 @@ def test_compose_with_a_gpu_adds_the_device() -> None:
     [device] = service["deploy"]["resources"]["reservations"]["devices"]
     assert device["driver"] == "nvidia"
     assert service["build"]["args"]["EXTRAS"] == "serve,tensorrt"
+
+
+def test_every_way_to_start_it_uses_options_that_serve_has() -> None:
+    image = (FOLDER / "Dockerfile").read_text().splitlines()[-1]
+    commands = [
+        json.loads(image.removeprefix("CMD ")),
+        container(*CASES["least"])[1]["args"],
+        composed("compose.yaml")["services"]["dflow"]["command"],
+    ]
+    for command in commands:
+        assert command[:2] == ["serve", "/bundle"]
+        parsed = cli.commands["serve"].make_context("serve", ["/", *command[2:]]).params
+        assert (parsed["host"], parsed["port"]) == ("0.0.0.0", 8000)
 
 
 def test_compose_without_a_key_says_so() -> None:

@@ -10,12 +10,14 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import httpx
 import openai
@@ -43,7 +45,7 @@ class Serve:
     def __post_init__(self) -> None:
         for pipe, kept in ((self.process.stdout, self.lines), (self.process.stderr, self.errors)):
             assert pipe is not None
-            reader = threading.Thread(target=kept.extend, args=(line.rstrip("\n") for line in pipe), daemon=True)
+            reader = threading.Thread(target=_read, args=(pipe, kept), daemon=True)
             reader.start()
             self._readers.append(reader)
 
@@ -68,6 +70,11 @@ class Serve:
         for reader in self._readers:
             reader.join(PATIENCE)
         return code
+
+
+def _read(pipe: TextIO, kept: list[str]) -> None:
+    for line in pipe:
+        kept.append(line.rstrip("\n"))
 
 
 @contextlib.contextmanager
@@ -313,8 +320,8 @@ def test_a_seed_repeats_a_text_and_none_gives_another(client: openai.OpenAI) -> 
     assert (again, seed) == drawn[0], "a drawn seed is reported, and repeats its text"
 
 
-def test_events_on_the_wire(served: Serve) -> None:
-    body = {"messages": [{"role": "user", "content": "13 + 17"}], "temperature": 0, "stream": True, "max_tokens": 20}
+def test_events_on_the_wire(served: Serve, example_prompts: list[dict[str, Any]]) -> None:
+    body = {**example_prompts[0], "temperature": 0, "stream": True}
     body["stream_options"] = {"include_drafts": True, "include_usage": True}
     answer = httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=PATIENCE)
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -501,3 +508,10 @@ def test_what_cannot_start_says_why_in_one_line(serve_python: Path, example: Pai
     assert "no tritonserver" in line
     assert "--host" in one_line(command(serve_python, bundle, "--host", "no.such.host.invalid"))
     assert "--api-key" in one_line(command(serve_python, bundle, "--api-key", ""))
+
+
+@pytest.mark.skipif(find_spec("pytriton") is not None, reason="this Python has a tritonserver")
+def test_without_a_tritonserver_it_says_how_to_get_one(example: Pair) -> None:
+    line = one_line(command(Path(sys.executable), str(example.bundle.path), "--port", "0", PATH="/usr/bin:/bin"))
+    assert "no tritonserver" in line
+    assert "pip install 'dflow-trt[triton,serve]'" in line

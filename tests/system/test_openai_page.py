@@ -65,7 +65,7 @@ class Server:
         self.triton.gate = asyncio.Semaphore(0)
         self._loop = asyncio.get_running_loop()
         async with httpx.AsyncClient() as http:
-            settings = Settings("demo", "127.0.0.1:1", api_key=self._api_key)
+            settings = Settings("demo", "127.0.0.1:1", 10_000, api_key=self._api_key)
             app = build_app(Endpoint(bundle, TOKENIZER, Backend(self.triton, PATIENCE), http, settings))
             self._server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
             self._ready.set()

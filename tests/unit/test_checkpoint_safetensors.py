@@ -126,13 +126,27 @@ def test_an_empty_file_is_refused(tmp_path: Path) -> None:
     _refused(tmp_path, "the header length is 0", "in a file of 0 bytes")
 
 
-@pytest.mark.parametrize("dtype", ["F8_E4M3", "I64", "F64", "BOOL"])
-def test_other_dtypes_are_refused_when_asked_for(tmp_path: Path, dtype: str) -> None:
-    _write(tmp_path, {"x": _entry(0, 8, [1], dtype)}, bytes(8))
+@pytest.mark.parametrize(("dtype", "size"), [("F8_E4M3", 8), ("I8", 8), ("U8", 8), ("I64", 1), ("F64", 1), ("BOOL", 8)])
+def test_other_dtypes_are_refused_when_asked_for(tmp_path: Path, dtype: str, size: int) -> None:
+    _write(tmp_path, {"x": _entry(0, 8, [size], dtype)}, bytes(8))
     weights = open_weights(tmp_path)
     for use in (weights.dtype, weights.read):
         with pytest.raises(UserError, match=f"x is of dtype {dtype}; allowed: F32 or F16 or BF16"):
             use("x")
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("F8_E4M3", "float8_e4m3fn"), ("I8", "int8"), ("U8", "uint8")])
+def test_packed_dtypes_are_read_by_those_who_expect_them(tmp_path: Path, dtype: str, kind: str) -> None:
+    _write(tmp_path, {"x": _entry(0, 8, [4, 2], dtype)}, bytes(range(8)))
+    found = open_weights(tmp_path).read_packed("x", slice(1, 3))
+    assert found.dtype.name == kind
+    assert found.view(np.uint8).tolist() == [[2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "I8", "U8"])
+def test_packed_tensors_of_another_size_are_refused(tmp_path: Path, dtype: str) -> None:
+    _write(tmp_path, {"x": _entry(0, 8, [7], dtype)}, bytes(8))
+    _refused(tmp_path, "x is 8 bytes long", f"7, for {dtype} of shape [7]")
 
 
 def test_a_file_that_shrinks_after_opening_is_refused(tmp_path: Path) -> None:

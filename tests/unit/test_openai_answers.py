@@ -18,9 +18,11 @@ from dflow_trt.errors import UserError
 from dflow_trt.method.sampling import Pick, SamplingParams
 from dflow_trt.request import RequestStats
 from dflow_trt.serving import tensors as t
+from dflow_trt.serving.openai import translate
 from dflow_trt.serving.openai.answers import Answer, ChatForm, CompletionForm, TokenTexts, Wanted
 from dflow_trt.serving.openai.protocol import ChatRequest, CompletionRequest, parse
-from dflow_trt.serving.openai.translate import Job, Update, feeds, jobs, updates
+from dflow_trt.serving.openai.translate import Job, Update, feeds, fetches, updates
+from dflow_trt.serving.options import StrategyChooser
 from dflow_trt.text import TextStream, Tokenizer
 
 TOKENIZER = Tokenizer.from_folder(str(files("dflow_trt") / "example_data" / "target"))
@@ -35,18 +37,22 @@ def completion(**fields: Any) -> CompletionRequest:
     return parse(CompletionRequest, json.dumps({"prompt": "13 + 17"} | fields).encode())
 
 
+def jobs(asked: CompletionRequest | ChatRequest, tokenizer: Tokenizer | None = TOKENIZER) -> list[Job]:
+    return translate.jobs(asked, bundle(), tokenizer, StrategyChooser(bundle(), None, {}))
+
+
 def sent(job: Job) -> dict[str, list[Any]]:
-    made = {tensor.name: array for tensor, array in feeds(job, 1500)}
+    made = {tensor.name: array for tensor, array in feeds(job)}
     assert all(array.shape[0] == 1 and array.ndim == 2 for array in made.values())
     return {name: array[0].tolist() for name, array in made.items()}
 
 
 def test_a_plain_request_sends_little() -> None:
-    [job] = jobs(completion(temperature=0), bundle(), TOKENIZER)
+    [job] = jobs(completion(temperature=0))
     ids = TOKENIZER.encode("13 + 17")
-    kept = {name: values for name, values in sent(job).items() if name in ("input_ids", "max_tokens", "timeout_ms")}
-    assert kept == {"input_ids": ids, "max_tokens": [16], "timeout_ms": [1500]}
-    assert not {"seed", "stop_words", "logprobs", "strategy", "draft_tokens", "logit_bias_ids"} & sent(job).keys()
+    kept = {name: values for name, values in sent(job).items() if name in ("input_ids", "max_tokens", "strategy")}
+    assert kept == {"input_ids": ids, "max_tokens": [16], "strategy": [b"dflow"]}
+    assert not {"seed", "stop_words", "logprobs", "draft_tokens", "logit_bias_ids"} & sent(job).keys()
 
 
 def test_every_option_has_its_tensor() -> None:
@@ -56,7 +62,7 @@ def test_every_option_has_its_tensor() -> None:
         frequency_penalty=-0.5, bad_words=["x"], logit_bias={"4": -1.5, "9": 2}, strategy="dflow-norelay",
         draft_tokens=0, stream=True, metadata={"task": "math"},
     )  # fmt: skip
-    [job] = jobs(asked, bundle(), TOKENIZER)
+    [job] = jobs(asked)
     assert job.task == "math"
     assert sent(job) | {"input_ids": []} == {
         "input_ids": [],
@@ -81,26 +87,25 @@ def test_every_option_has_its_tensor() -> None:
         "num_return_sequences": [3],
         "strategy": [b"dflow-norelay"],
         "draft_tokens": [0],
-        "timeout_ms": [1500],
     }
 
 
 def test_types_are_those_of_the_model() -> None:
-    [job] = jobs(completion(seed=1, stop="a", logit_bias={"1": 1}), bundle(), TOKENIZER)
+    [job] = jobs(completion(seed=1, stop="a", logit_bias={"1": 1}))
     expected = {"BOOL": np.bool_, "INT32": np.int32, "UINT64": np.uint64, "FP32": np.float32, "STRING": np.object_}
-    for tensor, array in feeds(job, 1):
+    for tensor, array in feeds(job):
         assert array.dtype == expected[tensor.type], tensor.name
 
 
 def test_a_chat_goes_through_the_template() -> None:
     asked = parse(ChatRequest, b'{"messages": [{"role": "user", "content": "13 + 17"}]}')
-    [job] = jobs(asked, bundle(), TOKENIZER)
+    [job] = jobs(asked)
     assert job.prompt_ids == TOKENIZER.encode_chat([{"role": "user", "content": "13 + 17"}])
     assert job.params.max_tokens == bundle().build.max_seq_len - len(job.prompt_ids)
 
 
 def test_a_job_a_prompt() -> None:
-    made = jobs(completion(prompt=[[5, 6], [7]], n=2), bundle(), TOKENIZER)
+    made = jobs(completion(prompt=[[5, 6], [7]], n=2))
     assert [list(job.prompt_ids) for job in made] == [[5, 6], [7]]
     assert [job.params.n for job in made] == [2, 2]
 
@@ -117,21 +122,21 @@ REFUSED = {
 def test_what_the_bundle_cannot_do_is_refused(case: str) -> None:
     fields, message = REFUSED[case]
     with pytest.raises(UserError, match=message.replace(".", r"\.")):
-        jobs(completion(**fields), bundle(), TOKENIZER)
+        jobs(completion(**fields))
 
 
 @pytest.mark.parametrize("fields", [{"max_tokens": 2**31}, {"stop_token_ids": [1, 2**31]}, {"top_k": 2**40}])
 def test_an_integer_that_the_tensor_cannot_hold_is_refused(fields: dict[str, Any]) -> None:
-    [job] = jobs(completion(**fields), bundle(), TOKENIZER)
+    [job] = jobs(completion(**fields))
     with pytest.raises(UserError, match=f"^{next(iter(fields))} is .*allowed: up to 2147483647"):
-        feeds(job, 1)
+        feeds(job)
 
 
 def test_without_a_tokenizer_token_ids_still_work() -> None:
-    assert len(jobs(completion(prompt=[1, 2]), bundle(), None)) == 1
+    assert len(jobs(completion(prompt=[1, 2]), None)) == 1
     for asked in (completion(), completion(prompt=[1], logprobs=1), parse(ChatRequest, CHAT)):
         with pytest.raises(UserError, match="no tokenizer"):
-            jobs(asked, bundle(), None)
+            jobs(asked, None)
 
 
 CHAT = b'{"messages": [{"role": "user", "content": "a"}]}'
@@ -154,7 +159,7 @@ def outputs(**changed: Any) -> dict[str, np.ndarray[Any, Any]]:
         "total_draft_tokens": [7, 0],
         "total_accepted_draft_tokens": [1, 0],
         "acceptance_rate": [0.1, 0.0],
-        "seed": np.array([9, 2**64 - 1], np.uint64),
+        "seed_used": np.array([9, 2**64 - 1], np.uint64),
         "cum_log_probs": [0.0, 0.0],
         "output_log_probs": [-1.0, -2.0, -3.0],
         "top_ids": [50, 51, 60, 61, 70, 71],
@@ -177,7 +182,8 @@ def test_a_round_of_one_sequence_keeps_its_tokens() -> None:
     """There num_output_tokens counts the whole sequence so far."""
     one = {name: array[:, :1] for name, array in outputs(num_output_tokens=[30, 0]).items()}
     one |= {"output_ids": np.array([[5, 6]]), "finish_reason": np.array([[b""]], np.object_)}
-    one |= {name: np.empty((1, 0)) for name in ("output_log_probs", "top_ids", "top_log_probs")}
+    for name in ("output_log_probs", "top_ids", "top_log_probs"):
+        del one[name]  # not asked for
     [update] = updates(one)
     assert update.picks == (Pick(5), Pick(6))
     assert update.finish_reason is None
@@ -199,7 +205,7 @@ def update(ids: list[int], text: str, kept: int = 0, reason: str | None = None, 
 
 
 def answer(form: Any, wanted: Wanted, n: int = 1, prompts: int = 1) -> Answer:
-    job = Job([1, 2, 3], SamplingParams(n=n))
+    job = Job([1, 2, 3], SamplingParams(n=n), "dflow")
     return Answer(form, "m", "f", [job] * prompts, TOKENIZER, wanted)
 
 
@@ -248,7 +254,13 @@ def test_usage_sums_all_samples_and_counts_a_prompt_once() -> None:
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (6, 40, 46)
     details = usage["completion_tokens_details"]
     assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (24, 60)
-    assert usage["dflow"] == {"rounds": 12, "tau_emitted": 3.0, "tau_accepted": 2.0, "seeds": [77, 77]}
+    assert usage["dflow"] == {
+        "strategy": "dflow",
+        "rounds": 12,
+        "tau_emitted": 3.0,
+        "tau_accepted": 2.0,
+        "seeds": [77, 77],
+    }
     assert [choice["index"] for choice in made.body()["choices"]] == [0, 1, 2, 3]
 
 
@@ -323,6 +335,20 @@ def test_held_back_text_keeps_its_origin() -> None:
     assert [piece["text"] for piece in found if piece["drafted"]] == [" +"]
 
 
-def test_tensor_names_are_known() -> None:
-    """What is read of a response is what the model declares."""
-    assert {tensor.name for tensor in t.DFLOW.outputs} == set(outputs())
+def test_what_is_asked_for_is_what_is_read() -> None:
+    names = {tensor.name for tensor in t.DFLOW.outputs}
+    plain, detailed = (set(fetches(jobs(completion(**fields))[0])) for fields in ({}, {"logprobs": 1}))
+    assert detailed - plain == {"output_log_probs", "top_ids", "top_log_probs"}
+    assert names - detailed == {"acceptance_rate", "cum_log_probs"}
+    whole = outputs()
+    assert next(updates({name: whole[name] for name in detailed})).picks[0].logprob == -1.0
+    assert next(updates({name: whole[name] for name in plain})).picks[0].logprob is None
+
+
+def test_a_share_of_requests_goes_to_another_strategy() -> None:
+    chooser = StrategyChooser(bundle(), None, {"ar": 0.5})
+    chosen = [translate.jobs(completion(prompt=["a", "b"]), bundle(), TOKENIZER, chooser) for _ in range(40)]
+    assert {job.strategy for made in chosen for job in made} == {"ar", "dflow"}
+    assert all(made[0].strategy == made[1].strategy for made in chosen), "one answer names one strategy"
+    [named] = translate.jobs(completion(strategy="dflow-norelay"), bundle(), TOKENIZER, chooser)
+    assert named.strategy == "dflow-norelay"

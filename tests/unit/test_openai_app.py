@@ -71,7 +71,7 @@ def served(
         bundle = dataclasses.replace(bundle, target=dataclasses.replace(bundle.target, vocab_size=TOKENIZER.size))
         triton = FakeTriton(TOKENIZER, script)
         metrics = httpx.MockTransport(lambda request: _metrics_page(str(request.url), beat))
-        chosen = Settings("demo", "127.0.0.1:1", **settings)
+        chosen = Settings("demo", "127.0.0.1:1", **({"max_request_bytes": 10_000} | settings))
         async with httpx.AsyncClient(transport=metrics) as http:
             app = build_app(Endpoint(bundle, TOKENIZER, Backend(triton, timeout=60), http, chosen))
             transport = httpx.ASGITransport(app, raise_app_exceptions=False)
@@ -208,6 +208,7 @@ STATUS = grpc.StatusCode
 FAILURES = {
     "refused": (STATUS.INVALID_ARGUMENT, "temperature is 9; allowed: less", 400, "temperature"),
     "gone": (STATUS.UNAVAILABLE, "failed to connect to all addresses", 503, None),
+    "late in the queue": (STATUS.UNAVAILABLE, "timed out in the queue; try later, or allow more time", 504, None),
     "late": (STATUS.DEADLINE_EXCEEDED, "Deadline Exceeded", 504, None),
     "broken": (STATUS.INTERNAL, "the model fell over", 500, None),
 }
@@ -257,7 +258,7 @@ def test_the_clients_are_told_what_to_do() -> None:
         assert error_of(full, 429)["code"] == "rate_limit_exceeded"
         assert full.headers["retry-after"] == "1"
 
-    served(test, failing(STATUS.UNAVAILABLE, "64 requests are queued, at most 64 are"))
+    served(test, failing(STATUS.UNAVAILABLE, "the queue is full: 64 wait, at most 64 do; try later"))
 
     async def late(server: Served) -> None:
         response = await server.post("completions", prompt="1")

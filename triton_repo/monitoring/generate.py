@@ -25,6 +25,7 @@ SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 WIDTH = 24
 SERVER = 'instance=~"$instance"'
 GROUP = f'{SERVER}, strategy=~"$strategy", task=~"$task"'
+DRAFTING = f'{GROUP}, strategy!="ar"'
 
 
 @dataclass(frozen=True)
@@ -165,12 +166,12 @@ def speculation() -> list[Panel]:
         ),
         Panel(
             "tau emitted by task",
-            (Query(ratio(f.EMITTED, f.ROUNDS, "task", f'{GROUP}, strategy!="ar"'), "{{task}}"),),
+            (Query(ratio(f.EMITTED, f.ROUNDS, "task", DRAFTING), "{{task}}"),),
             "The same by the request parameter `task`, plain decoding left out.",
         ),
         Panel(
             "Accepted of drafted",
-            (Query(ratio(f.ACCEPTED, f.DRAFTED, "strategy, task"), "{{strategy}} {{task}}"),),
+            (Query(ratio(f.ACCEPTED, f.DRAFTED, "strategy, task", DRAFTING), "{{strategy}} {{task}}"),),
             "The share of verified drafts that was accepted. It falls as drafts get longer: see the positions.",
             "percentunit",
             defaults=RATIO,

@@ -258,6 +258,7 @@ class Answer:
                 "rejected_prediction_tokens": total.drafted - total.accepted,
             },
             "dflow": {
+                "strategy": self._jobs[0].strategy,
                 "rounds": total.rounds,
                 "tau_emitted": round(total.tau_emitted, 4),
                 "tau_accepted": round(total.tau_accepted, 4),

@@ -10,7 +10,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any, TypeVar
 
@@ -29,13 +29,13 @@ from dflow_trt.serving.openai.backend import Backend
 from dflow_trt.serving.openai.errors import CLIENT_GONE, ApiError
 from dflow_trt.serving.openai.protocol import AnyRequest, ChatRequest, CompletionRequest, invalid, parse
 from dflow_trt.serving.openai.translate import Job, Update, jobs
+from dflow_trt.serving.options import StrategyChooser
 from dflow_trt.serving.probe import heartbeat_age
 from dflow_trt.text import Tokenizer
 
 Handler = Callable[[Request], Awaitable[Response]]
 Result = TypeVar("Result")
 
-MAX_REQUEST_BYTES = 4 << 20
 METRICS_SECONDS = 10.0
 HEARTBEAT_SECONDS = 30.0  # older than that, the model's loop hangs or is gone; it beats every second, idle or not
 INTERNAL = "something went wrong here; the server's log says what"
@@ -58,12 +58,18 @@ _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 @dataclass(frozen=True)
 class Settings:
-    """How the endpoint presents itself. api_key: what clients must send, or None. metrics_address: of Triton's."""
+    """How the endpoint presents itself.
+
+    metrics_address: of Triton's. api_key: what clients must send, or None. strategy: of requests that name none, by
+    default the bundle's best. shares: of those requests, the share that another strategy gets.
+    """
 
     model_name: str
     metrics_address: str
+    max_request_bytes: int
     api_key: str | None = None
-    max_request_bytes: int = MAX_REQUEST_BYTES
+    strategy: str | None = None
+    shares: Mapping[str, float] = field(default_factory=dict)
 
 
 class Generation:
@@ -128,6 +134,7 @@ class Endpoint:
     ) -> None:
         self._bundle, self._tokenizer, self._backend = bundle, tokenizer, backend
         self._http, self._settings = http, settings
+        self._chooser = StrategyChooser(bundle, settings.strategy, settings.shares)
         self._created = int(time.time())
 
     def guarded(self, handler: Handler) -> Handler:
@@ -165,7 +172,7 @@ class Endpoint:
     async def _jobs(self, asked: CompletionRequest | ChatRequest) -> list[Job]:
         """In a thread: a long text takes its time to encode, and others are waiting."""
         try:
-            return await asyncio.to_thread(jobs, asked, self._bundle, self._tokenizer)
+            return await asyncio.to_thread(jobs, asked, self._bundle, self._tokenizer, self._chooser)
         except UserError as error:
             raise invalid(error) from None
 
@@ -198,7 +205,7 @@ class Endpoint:
             "max_model_len": bundle.build.max_seq_len,
             "dflow": {
                 "strategies": [self._strategy(name) for name in bundle.strategies],
-                "default_strategy": bundle.default_strategy,
+                "default_strategy": bundle.strategy(self._settings.strategy).name,
                 "max_input_len": bundle.build.max_input_len,
                 "backend": bundle.build.backend,
             },

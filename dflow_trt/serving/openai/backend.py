@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 import numpy as np
-from tritonclient.grpc import InferInput
+from tritonclient.grpc import InferInput, InferRequestedOutput
 from tritonclient.grpc.aio import InferenceServerClient
 from tritonclient.utils import InferenceServerException, deserialize_bytes_tensor, triton_to_np_dtype
 
@@ -15,11 +15,15 @@ from dflow_trt.errors import UserError
 from dflow_trt.serving import tensors as t
 from dflow_trt.serving.openai.errors import ApiError
 from dflow_trt.serving.openai.protocol import invalid
-from dflow_trt.serving.openai.translate import Array, Feed, Job, Update, feeds, updates
+from dflow_trt.serving.openai.translate import Array, Job, Update, feeds, fetches, updates
 
 TRUE_STATUS = {"triton_grpc_error": "true"}  # errors end a stream with their status, not as a text without one
 READY_SECONDS = 5.0
 GRACE_SECONDS = 5.0  # behind the model's own deadline: so long a model that is gone is waited for
+FULL, LATE = (
+    "the queue is full",
+    "timed out in the queue",
+)  # how the loop begins to say so; Triton has one code for both
 TIMED_OUT = "the request took longer than this server allows"
 
 
@@ -34,7 +38,7 @@ class Backend:
 
     async def run(self, request_id: str, job: Job) -> AsyncGenerator[Update, None]:
         """The updates of a job. ApiError says why there is no more of them."""
-        request = self._request(request_id, feeds(job, round(self._timeout * 1e3)), job.task)
+        request = _request(request_id, job)
         call = self._client.stream_infer(_once(request), self._timeout + GRACE_SECONDS, TRUE_STATUS)
         try:
             async for result, error in call:
@@ -49,14 +53,6 @@ class Backend:
         finally:
             call.cancel()
 
-    def _request(self, request_id: str, inputs: list[Feed], task: str | None) -> dict[str, Any]:
-        return {
-            "model_name": t.DFLOW.name,
-            "inputs": [_input(tensor, array) for tensor, array in inputs],
-            "request_id": request_id,
-            "parameters": {t.TASK_PARAMETER: task} if task else None,
-        }
-
     async def ready(self) -> bool:
         """Whether server and model take requests, and the model answers."""
         try:
@@ -64,6 +60,16 @@ class Backend:
             return bool(server and await self._client.is_model_ready(t.DFLOW.name, client_timeout=READY_SECONDS))
         except InferenceServerException:
             return False
+
+
+def _request(request_id: str, job: Job) -> dict[str, Any]:
+    return {
+        "model_name": t.DFLOW.name,
+        "inputs": [_input(tensor, array) for tensor, array in feeds(job)],
+        "outputs": [InferRequestedOutput(name) for name in fetches(job)],
+        "request_id": request_id,
+        "parameters": {t.TASK_PARAMETER: job.task} if job.task else None,
+    }
 
 
 async def _once(request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
@@ -102,8 +108,8 @@ def _refusal(code: grpc.StatusCode, message: str) -> ApiError:
     """A stream's status as an HTTP error."""
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return invalid(UserError(message))
-    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED or message.startswith(LATE):
         return ApiError(504, TIMED_OUT)
     if code is grpc.StatusCode.UNAVAILABLE:
-        return ApiError(429 if "queue" in message else 503, message)
+        return ApiError(429 if message.startswith(FULL) else 503, message)
     return ApiError(500, message)

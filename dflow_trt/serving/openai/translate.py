@@ -14,12 +14,14 @@ from dflow_trt.method.sampling import Pick, SamplingParams
 from dflow_trt.request import RequestStats
 from dflow_trt.serving import tensors as t
 from dflow_trt.serving.openai.protocol import ChatRequest, CompletionRequest
+from dflow_trt.serving.options import StrategyChooser
+from dflow_trt.serving.responses import DTYPES
 from dflow_trt.text import Tokenizer
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Feed = tuple[t.Tensor, Array]
 
-_DTYPES = {"BOOL": np.bool_, "INT32": np.int32, "UINT64": np.uint64, "FP32": np.float32, "STRING": np.object_}
+_LOGPROBS = {t.OUTPUT_LOG_PROBS, t.TOP_IDS, t.TOP_LOG_PROBS}
 _LARGEST = int(np.iinfo(np.int32).max)
 
 
@@ -32,7 +34,7 @@ class Job:
 
     prompt_ids: Sequence[int]
     params: SamplingParams
-    strategy: str | None = None
+    strategy: str
     draft_tokens: int | None = None
     stream: bool = False
     task: str | None = None
@@ -54,23 +56,27 @@ class Update:
     seed: int
 
 
-def jobs(request: CompletionRequest | ChatRequest, bundle: Bundle, tokenizer: Tokenizer | None) -> list[Job]:
-    """One job a prompt. UserError in one line that names the field at fault."""
-    if request.strategy is not None:
-        bundle.strategy(request.strategy)
+def jobs(
+    request: CompletionRequest | ChatRequest, bundle: Bundle, tokenizer: Tokenizer | None, chooser: StrategyChooser
+) -> list[Job]:
+    """One job a prompt, all of one strategy: chosen here, so that the answer can name it.
+
+    UserError in one line names the field at fault.
+    """
     if request.num_logprobs() is not None:
         _needed(tokenizer, "logprobs")
-    return [_job(request, ids, bundle) for ids in _prompts(request, tokenizer)]
+    prompts, strategy = list(_prompts(request, tokenizer)), chooser.choose(request.strategy).name
+    return [_job(request, ids, bundle, strategy) for ids in prompts]
 
 
-def _job(request: CompletionRequest | ChatRequest, ids: Sequence[int], bundle: Bundle) -> Job:
+def _job(request: CompletionRequest | ChatRequest, ids: Sequence[int], bundle: Bundle, strategy: str) -> Job:
     vocab = bundle.target.vocab_size
     wrong = next((token for token in ids if not 0 <= token < vocab), None)
     if wrong is not None:
         raise UserError(f"prompt: token id {wrong}; allowed: 0 to {vocab - 1}")
     params = request.sampling(room=max(1, bundle.build.max_seq_len - len(ids)))
     stream = request.streams is not None
-    return Job(ids, params, request.strategy, request.draft_tokens, stream, request.task)
+    return Job(ids, params, strategy, request.draft_tokens, stream, request.task)
 
 
 def _prompts(request: CompletionRequest | ChatRequest, tokenizer: Tokenizer | None) -> Iterator[Sequence[int]]:
@@ -90,7 +96,7 @@ def _needed(tokenizer: Tokenizer | None, field: str) -> Tokenizer:
     return tokenizer
 
 
-def feeds(job: Job, timeout_ms: int) -> list[Feed]:
+def feeds(job: Job) -> list[Feed]:
     """The input tensors of a job, [1, ...]; what was not asked for is left out."""
     params, values = job.params, dict[t.Tensor, Any]()
     values |= {tensor: getattr(params, tensor.name) for tensor in t.SAMPLING}
@@ -98,7 +104,7 @@ def feeds(job: Job, timeout_ms: int) -> list[Feed]:
     values |= {t.LOGIT_BIAS_IDS: tuple(params.logit_bias or ()), t.STRATEGY: job.strategy}
     values |= {t.LOGIT_BIAS_VALUES: tuple((params.logit_bias or {}).values()), t.DRAFT_TOKENS: job.draft_tokens}
     values |= {t.NUM_SEQUENCES: params.n, t.MAX_TOKENS: params.max_tokens, t.STREAM: job.stream}
-    values |= {t.TIMEOUT_MS: timeout_ms, t.INPUT_IDS: job.prompt_ids}
+    values |= {t.INPUT_IDS: job.prompt_ids}
     return [(tensor, _array(tensor, value)) for tensor, value in values.items() if value is not None and value != ()]
 
 
@@ -107,9 +113,15 @@ def _array(tensor: t.Tensor, value: Any) -> Array:
     items = list(value) if isinstance(value, list | tuple) else [value]
     if tensor.type == "STRING":
         return np.array([[item.encode() for item in items]], np.object_)
-    if tensor.type == "INT32" and max(map(abs, items)) > _LARGEST:
+    if tensor.type == "INT32" and max(map(abs, items), default=0) > _LARGEST:
         raise UserError(f"{tensor.name} is {max(items, key=abs)}; allowed: up to {_LARGEST}")
-    return np.array([items], _DTYPES[tensor.type])
+    return np.array([items], DTYPES[tensor.type])
+
+
+def fetches(job: Job) -> list[str]:
+    """The outputs to ask for: each one costs time in every round."""
+    unread = {t.ACCEPTANCE_RATE, t.CUM_LOG_PROBS} | (_LOGPROBS if job.params.logprobs is None else set())
+    return [tensor.name for tensor in t.DFLOW.outputs if tensor not in unread]
 
 
 def updates(outputs: Mapping[str, Array]) -> Iterator[Update]:
@@ -144,10 +156,11 @@ def _update(flat: Mapping[str, Array], i: int, picks: tuple[Pick, ...]) -> Updat
 
 
 def _picks(flat: Mapping[str, Array]) -> list[Pick]:
-    """Tokens with their log-probabilities; the alternatives are equally many for each."""
-    tokens, logprobs = flat[t.OUTPUT_IDS.name].tolist(), flat[t.OUTPUT_LOG_PROBS.name].tolist()
-    if len(logprobs) != len(tokens):
+    """Tokens with their log-probabilities, where asked for; the alternatives are equally many for each."""
+    tokens = flat[t.OUTPUT_IDS.name].tolist()
+    if t.OUTPUT_LOG_PROBS.name not in flat:
         return [Pick(token) for token in tokens]
+    logprobs = flat[t.OUTPUT_LOG_PROBS.name].tolist()
     pairs = list(zip(flat[t.TOP_IDS.name].tolist(), flat[t.TOP_LOG_PROBS.name].tolist(), strict=True))
     width = len(pairs) // max(1, len(tokens))
     return [Pick(token, logprobs[i], tuple(pairs[i * width : (i + 1) * width])) for i, token in enumerate(tokens)]
