@@ -1,0 +1,257 @@
+"""Requests driven through a decoder round by round, and the timelines that come of it.
+
+A closed loop keeps a number of requests in flight: the next is asked when one ends. In an open loop they arrive when
+they arrive, whatever the decoder does; a request's time begins at its arrival, not when the loop got round to it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from dflow_trt.bundle import Bundle, Strategy
+from dflow_trt.decode import Decoder
+from dflow_trt.method.policy import check_policy
+from dflow_trt.method.sampling import Pick, SamplingParams
+from dflow_trt.profiling.record import Point
+from dflow_trt.profiling.workload import Item
+from dflow_trt.request import Emission, Request, Slot
+from dflow_trt.runtime.base import Runtime
+from dflow_trt.spec import DRAFT_POLICIES
+
+SAMPLING = "sampling"
+PREFILL = "prefill"
+ENDLESS = 1 << 30  # requests that may wait: an open loop refuses none
+
+
+class Clock(Protocol):
+    """Seconds on the wall and on the processor (all threads of this process)."""
+
+    def now(self) -> float: ...
+
+    def cpu(self) -> float: ...
+
+    def sleep(self, seconds: float) -> None: ...
+
+
+class SystemClock:
+    """The real one."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def cpu(self) -> float:
+        return time.process_time()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+# -- timelines ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One sequence to generate. index: of the workload's item, the same whenever that is asked again. prompt_ids: None
+    where a server encodes the prompt."""
+
+    index: int
+    item: Item
+    prompt_ids: tuple[int, ...] | None
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Tokens that came together. drafted, accepted: of the verify round that gave them; is_round: there was one, which
+    is so of every tick but that of the prefill's token."""
+
+    time: float
+    tokens: int
+    drafted: int = 0
+    accepted: int = 0
+    is_round: bool = True
+
+
+@dataclass
+class Trace:
+    """One request's life, in seconds of its clock."""
+
+    asked: Asked
+    arrival: float
+    ticks: list[Tick] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: str | None = None
+
+    @property
+    def tokens(self) -> int:
+        return sum(tick.tokens for tick in self.ticks)
+
+    @property
+    def rounds(self) -> list[Tick]:
+        return [tick for tick in self.ticks if tick.is_round]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the decoder. rounds: requests that had a verify round in it; milliseconds: by stage."""
+
+    start: float
+    end: float
+    rounds: int
+    tokens: int
+    milliseconds: dict[str, float]
+
+    @property
+    def decodes_alone(self) -> bool:
+        """Rounds and no prefill."""
+        return self.rounds > 0 and PREFILL not in self.milliseconds
+
+
+@dataclass(frozen=True)
+class Run:
+    """One turn of a point. cpu: seconds of the processor, None where that is another machine's; steps: none then."""
+
+    point: Point
+    start: float
+    end: float
+    cpu: float | None
+    traces: tuple[Trace, ...]
+    steps: tuple[Step, ...] = ()
+    repetition: int = 0
+    number: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+    @property
+    def tokens(self) -> int:
+        return sum(trace.tokens for trace in self.traces)
+
+
+def arrivals(count: int, rate: float, seed: Sequence[int]) -> list[float]:
+    """Seconds until each of ``count`` requests arrives: a Poisson process, the same for a seed."""
+    gaps: list[float] = np.random.default_rng(list(seed)).exponential(1 / rate, count).cumsum().tolist()
+    return gaps
+
+
+# -- here --------------------------------------------------------------------------------------------------------------
+
+
+class TimedDecoder(Decoder):
+    """A decoder that tells the choice of tokens from the rest of the host's work."""
+
+    def _choose(self, slot: Slot, passed: object, row: int, i: int, picks: list[Pick]) -> int:
+        start = time.perf_counter()
+        token = super()._choose(slot, passed, row, i, picks)  # type: ignore[arg-type]  # a class of that module alone
+        spent = self._round.milliseconds
+        spent[SAMPLING] = spent.get(SAMPLING, 0.0) + (time.perf_counter() - start) * 1e3
+        return token
+
+
+class LocalDriver:
+    """Runs turns on one runtime. A point keeps its decoder, and with it what an adaptive policy has learnt."""
+
+    def __init__(self, bundle: Bundle, runtime: Runtime, slots: int, clock: Clock | None = None) -> None:
+        self._bundle, self._runtime, self._slots = bundle, runtime, slots
+        self._clock = clock or SystemClock()
+        self._decoders: dict[Point, TimedDecoder] = {}
+
+    def decoder(self, point: Point) -> TimedDecoder:
+        """A decoder for one point. Only one of a runtime's decoders may have requests in flight."""
+        check_policy(point.draft_policy)
+        policy = next(name for name in DRAFT_POLICIES if name == point.draft_policy)
+        slots = min(point.concurrency or self._slots, self._slots)
+        options = {"draft_policy": policy, "prefix_reuse": False}
+        return TimedDecoder(self._bundle, self._runtime, ENDLESS, slots, **options)  # type: ignore[arg-type]
+
+    def check(self, point: Point, asked: Sequence[Asked]) -> None:
+        """UserError naming the first prompt that the bundle does not take."""
+        decoder = self.decoder(point)
+        for each in asked:
+            request = _request("0", each, self._bundle.strategy(point.strategy), point.draft_tokens)
+            try:
+                decoder.check(request)
+            except ValueError as error:
+                raise type(error)(str(error).replace("request 0", each.item.where, 1)) from None
+
+    def run(self, point: Point, asked: Sequence[Asked], offsets: Sequence[float] | None = None) -> Run:
+        """One turn: an open loop with arrivals at these seconds, else a closed one."""
+        if point not in self._decoders:
+            self._decoders[point] = self.decoder(point)
+        strategy = self._bundle.strategy(point.strategy)
+        loop = _Loop(self._decoders[point], self._clock, strategy, point.draft_tokens)
+        start, cpu = self._clock.now(), self._clock.cpu()
+        if offsets is None:
+            assert point.concurrency is not None
+            loop.closed(asked, point.concurrency)
+        else:
+            loop.open(asked, offsets)
+        end, spent = self._clock.now(), self._clock.cpu() - cpu
+        return Run(point, start, end, spent, tuple(loop.traces.values()), tuple(loop.steps))
+
+
+def _request(name: str, asked: Asked, strategy: Strategy, draft_tokens: int | None) -> Request:
+    assert asked.prompt_ids is not None
+    assert asked.params.seed is not None, "a profile repeats itself"
+    return Request(name, asked.prompt_ids, asked.params, strategy, asked.params.seed, draft_tokens=draft_tokens)
+
+
+class _Loop:
+    """The requests of one turn."""
+
+    def __init__(self, decoder: Decoder, clock: Clock, strategy: Strategy, draft_tokens: int | None) -> None:
+        self._decoder, self._clock = decoder, clock
+        self._strategy, self._draft_tokens = strategy, draft_tokens
+        self.traces: dict[str, Trace] = {}
+        self.steps: list[Step] = []
+
+    def closed(self, asked: Sequence[Asked], concurrency: int) -> None:
+        waiting = deque(asked)
+        while waiting or not self._decoder.idle:
+            while waiting and self._decoder.num_active + self._decoder.num_queued < concurrency:
+                self._submit(waiting.popleft(), self._clock.now())
+            self._step()
+
+    def open(self, asked: Sequence[Asked], offsets: Sequence[float]) -> None:
+        start = self._clock.now()
+        waiting = deque((start + offset, each) for offset, each in zip(offsets, asked, strict=True))
+        while waiting or not self._decoder.idle:
+            while waiting and waiting[0][0] <= self._clock.now():
+                arrival, each = waiting.popleft()
+                self._submit(each, arrival)
+            if self._decoder.idle:
+                self._clock.sleep(max(0.0, waiting[0][0] - self._clock.now()))
+            else:
+                self._step()
+
+    def _submit(self, asked: Asked, arrival: float) -> None:
+        name = str(len(self.traces))
+        self.traces[name] = Trace(asked, arrival)
+        self._decoder.submit(_request(name, asked, self._strategy, self._draft_tokens))
+
+    def _step(self) -> None:
+        start = self._clock.now()
+        result = self._decoder.step()
+        end = self._clock.now()
+        rounds = sum(self._record(emission, end) for emission in result.emissions)
+        tokens = sum(len(emission.picks) for emission in result.emissions)
+        self.steps.append(Step(start, end, rounds, tokens, result.milliseconds))
+
+    def _record(self, emission: Emission, now: float) -> bool:
+        """Keep what a step gave one request; whether that was a verify round."""
+        trace = self.traces[emission.request_id]
+        is_round = emission.stats.rounds > len(trace.rounds)
+        if emission.picks:
+            drafted, accepted = emission.num_drafted, emission.num_accepted
+            trace.ticks.append(Tick(now, len(emission.picks), drafted, accepted, is_round))
+            trace.token_ids += emission.tokens
+        trace.finish_reason, trace.error = emission.finish_reason, emission.error
+        return is_round
