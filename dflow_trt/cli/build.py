@@ -23,7 +23,7 @@ ENGINE_OPTIONS: dict[str, dict[str, Any]] = {
     "--compute-capability": {
         "multiple": True,
         "metavar": "N.N",
-        "help": "GPUs of tensorrt-rtx; repeatable. [default: all that it has]",
+        "help": "GPUs of tensorrt-rtx; repeatable. [default: 8.0 and all later that it has]",
     },
     "--hardware-compatibility": {
         "type": click.Choice(HARDWARE),

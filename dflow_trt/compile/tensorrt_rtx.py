@@ -15,7 +15,7 @@ from dflow_trt.runtime.trt.library import COMPUTE_CAPABILITY, GPU, MODULES
 from dflow_trt.spec import BackendName, BuildSpec
 
 LIBRARIES = "tensorrt_rtx_libs"
-NO_BFLOAT16 = ("7.5",)  # Turing computes in float16 alone
+NO_BFLOAT16 = ("7.5",)  # Turing: only by name, and only where checkpoint and engines are float16
 
 
 class TensorRTRTX(TensorRT):
@@ -37,7 +37,7 @@ class TensorRTRTX(TensorRT):
     def _compute_capabilities(self, build: BuildSpec) -> tuple[str, ...]:
         offered = [name for name in _offered(self._trt) if build.dtype != "bfloat16" or name not in NO_BFLOAT16]
         offered = [name for name in offered if computes(build, name)]
-        chosen = self._options.compute_capabilities or tuple(offered)
+        chosen = self._options.compute_capabilities or tuple(name for name in offered if name not in NO_BFLOAT16)
         for name in chosen:
             if name not in offered:
                 found = f"{name} in {build.dtype}"

@@ -18,7 +18,7 @@ from dflow_trt.method.policy import check_policy
 from dflow_trt.method.sampling import SamplingParams
 from dflow_trt.profiling.measure import Asked
 from dflow_trt.profiling.record import Point
-from dflow_trt.profiling.workload import Item, Workload
+from dflow_trt.profiling.workload import Item
 from dflow_trt.spec import AUTOREGRESSIVE
 
 REQUESTS = 24  # of a point in a repetition, at least
@@ -26,6 +26,7 @@ WAVES = 8  # times the concurrency: so many requests, if that is more
 TURN_WAVES = 4  # times the concurrency: the requests of a turn
 
 Element = TypeVar("Element")
+Prompt = tuple[Item, tuple[int, ...] | None]  # its ids, where it is encoded here
 
 
 @dataclass(frozen=True)
@@ -108,23 +109,23 @@ class Turn:
 def families(
     options: Options,
     strategies: Sequence[str],
-    workloads: Mapping[int | None, Workload],
-    prompt_ids: Mapping[Item, tuple[int, ...]],
+    prompts: Mapping[int | None, Sequence[Prompt]],
 ) -> list[Family]:
-    """All that is measured. workloads: by input_len; prompt_ids: of their items, those that are encoded here."""
+    """All that is measured. prompts: by input_len."""
     loads = [(each, None) for each in dict.fromkeys(options.concurrency)]
     loads += [(None, rate) for rate in dict.fromkeys(options.rates)]
     found = []
     for input_len, temperature, (concurrency, rate) in itertools.product(
-        workloads, dict.fromkeys(options.temperatures), loads
+        prompts, dict.fromkeys(options.temperatures), loads
     ):
         plain = Point(
             strategy=AUTOREGRESSIVE, concurrency=concurrency, rate=rate, temperature=temperature, input_len=input_len
         )
         points = [plain, *_speculative(options, strategies, plain)]
-        asked = _asked(options, workloads[input_len], prompt_ids, temperature, concurrency)
+        asked = _asked(options, prompts[input_len], temperature, concurrency)
         size = len(asked) if concurrency is None else TURN_WAVES * concurrency
-        found.append(Family(tuple(points), tuple(itertools.batched(asked, size))))
+        turns = (tuple(asked[start : start + size]) for start in range(0, len(asked), size))
+        found.append(Family(tuple(points), tuple(turns)))
     return found
 
 
@@ -138,21 +139,15 @@ def _speculative(options: Options, strategies: Sequence[str], plain: Point) -> l
 
 
 def _asked(
-    options: Options,
-    workload: Workload,
-    prompt_ids: Mapping[Item, tuple[int, ...]],
-    temperature: float,
-    concurrency: int | None,
+    options: Options, prompts: Sequence[Prompt], temperature: float, concurrency: int | None
 ) -> list[Asked]:
-    """The requests of a repetition: the workload's items, over again where there are not enough."""
+    """The requests of a repetition: the prompts, over again where there are not enough."""
     count = options.requests or max(REQUESTS, WAVES * (concurrency or 1))
     params = SamplingParams(
         max_tokens=options.max_tokens, temperature=temperature, ignore_eos=options.ignore_eos, seed=options.seed
     )
-    places = itertools.islice(itertools.cycle(enumerate(workload.items)), count)
-    return [
-        Asked(i, item, prompt_ids.get(item), dataclasses.replace(params, seed=options.seed + i)) for i, item in places
-    ]
+    places = itertools.islice(itertools.cycle(enumerate(prompts)), count)
+    return [Asked(i, item, ids, dataclasses.replace(params, seed=options.seed + i)) for i, (item, ids) in places]
 
 
 def warmup_turns(families: Sequence[Family], options: Options) -> Iterator[Turn]:
