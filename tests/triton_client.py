@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+import httpx
 import numpy as np
 from tritonclient.grpc import InferInput, InferRequestedOutput
 from tritonclient.grpc.aio import InferenceServerClient
@@ -16,6 +18,7 @@ from tritonclient.utils import InferenceServerException
 
 from dflow_trt.serving import tensors as t
 from dflow_trt.serving.responses import DTYPES
+from dflow_trt.serving.server import TritonServer
 
 MODELS = {model.name: model for model in t.MODELS}
 SECONDS = 120.0
@@ -123,3 +126,34 @@ def _record(answer: Answer, result: Any) -> None:
     if names:
         answer.responses.append({name: result.as_numpy(name).reshape(-1).tolist() for name in names})
         answer.shapes.append({output.name: list(output.shape) for output in response.outputs})
+
+
+# -- a server ----------------------------------------------------------------------------------------------------------
+
+
+def run(server: TritonServer, work: Callable[[InferenceServerClient], Awaitable[Any]]) -> Any:
+    async def connected() -> Any:
+        async with InferenceServerClient(server.grpc_address) as client:
+            return await work(client)
+
+    return asyncio.run(connected())
+
+
+def one(server: TritonServer, model: str, options: dict[str, Any], **more: Any) -> Answer:
+    answer: Answer = run(server, lambda client: ask(client, model, options, **more))
+    return answer
+
+
+def metrics(server: TritonServer) -> dict[str, float]:
+    lines = httpx.get(f"http://{server.metrics_address}/metrics").text.splitlines()
+    pairs = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
+    return {name: float(value) for name, _, value in pairs}
+
+
+def until(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True

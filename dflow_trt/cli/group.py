@@ -16,6 +16,7 @@ COMMANDS = (
     "generate:generate",
     "inspect:inspect",
     "plan:plan",
+    "profile:profile",
     "serve:serve",
     "train:train",
 )

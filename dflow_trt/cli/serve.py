@@ -78,7 +78,14 @@ def serve(
             raise UserError(f"serve needs {error.name}, which is not installed; {NEEDS}") from None
 
     undo_on_sigterm()  # until the endpoint is there, which ends in its own way
-    package = PackageOptions(max_queue, timeout, draft_policy, strategy, dict(map(read_share, shares)), threads)
+    package = PackageOptions(
+        max_queue=max_queue,
+        timeout=timeout,
+        draft_policy=draft_policy,
+        strategy=strategy,
+        shares=dict(map(read_share, shares)),
+        threads=threads,
+    )
     options = ServeOptions(
         host=host,
         port=port,

@@ -40,7 +40,7 @@ def break_even_rate(tokens: float, drafts: int) -> float | None:
 
 
 def advise(costs: Sequence[RoundCost], results: Sequence[PointResult]) -> list[Advice]:
-    """One entry for each strategy and load whose costs were measured, but plain decoding, which all are held against."""
+    """One entry for each strategy and load whose costs were measured; plain decoding is what they are held against."""
     groups: dict[tuple[str, int, float, int | None], list[RoundCost]] = {}
     for cost in costs:
         groups.setdefault((cost.strategy, cost.batch, cost.temperature, cost.input_len), []).append(cost)

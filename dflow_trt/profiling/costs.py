@@ -20,9 +20,9 @@ from dflow_trt.profiling.metrics import STAGE_NAMES
 from dflow_trt.profiling.record import Point, RoundCost
 from dflow_trt.request import Request
 
-PASSES = 2  # over all strategies, the second in the other direction
-LEAST_ROUNDS, MOST_ROUNDS = 3, 12  # of a length in a pass
-LANE_SECONDS = 2.0  # of a strategy in a pass; the least rounds are made whatever they take
+PASSES = 4  # over all strategies, every second one in the other direction
+LEAST_ROUNDS, MOST_ROUNDS = 2, 6  # of a length in a pass
+LANE_SECONDS = 1.0  # of a strategy in a pass; the least rounds are made whatever they take
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ def measure_costs(
     driver: LocalDriver, bundle: Bundle, points: Sequence[Point], asked: Sequence[Asked], wanted: Iterable[int] = ()
 ) -> list[RoundCost]:
     """The cost of rounds at one load. points: one a strategy, of a closed loop. asked: prompts to run on."""
-    wanted, samples = list(wanted), defaultdict(list)
+    wanted = list(wanted)
+    samples: dict[Point, list[_Sample]] = defaultdict(list)
     for turn in range(PASSES):
         for point in points if turn % 2 == 0 else reversed(points):
             drafter = bundle.strategy(point.strategy).drafter

@@ -186,9 +186,7 @@ def sum_or_none(values: Iterable[float | None]) -> float | None:
 
 def decode_rate(runs: Sequence[Run]) -> float | None:
     """Tokens a second of steps in which all places of a closed loop decode and none prefills."""
-    steps = [
-        step for run in runs for step in run.steps if step.decodes_alone and step.rounds == run.point.concurrency
-    ]
+    steps = [step for run in runs for step in run.steps if step.decodes_alone and step.rounds == run.point.concurrency]
     return ratio(sum(step.tokens for step in steps), sum(step.end - step.start for step in steps))
 
 

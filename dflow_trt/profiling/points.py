@@ -112,7 +112,7 @@ def families(
     prompts: Mapping[int | None, Sequence[Prompt]],
 ) -> list[Family]:
     """All that is measured. prompts: by input_len."""
-    loads = [(each, None) for each in dict.fromkeys(options.concurrency)]
+    loads: list[tuple[int | None, float | None]] = [(each, None) for each in dict.fromkeys(options.concurrency)]
     loads += [(None, rate) for rate in dict.fromkeys(options.rates)]
     found = []
     for input_len, temperature, (concurrency, rate) in itertools.product(
@@ -129,6 +129,16 @@ def families(
     return found
 
 
+def requests_for(concurrency: int | None) -> int:
+    """So many that a closed loop is full most of the time, and that there are a few to an open one."""
+    return max(REQUESTS, WAVES * (concurrency or 1))
+
+
+def most_requests(options: Options) -> int:
+    """Of all loads."""
+    return options.requests or max(map(requests_for, options.concurrency), default=REQUESTS)
+
+
 def _speculative(options: Options, strategies: Sequence[str], plain: Point) -> list[Point]:
     chosen = [name for name in dict.fromkeys(options.strategies or strategies) if name != AUTOREGRESSIVE]
     settings = itertools.product(chosen, dict.fromkeys(options.draft_tokens), dict.fromkeys(options.policies))
@@ -138,11 +148,9 @@ def _speculative(options: Options, strategies: Sequence[str], plain: Point) -> l
     ]
 
 
-def _asked(
-    options: Options, prompts: Sequence[Prompt], temperature: float, concurrency: int | None
-) -> list[Asked]:
+def _asked(options: Options, prompts: Sequence[Prompt], temperature: float, concurrency: int | None) -> list[Asked]:
     """The requests of a repetition: the prompts, over again where there are not enough."""
-    count = options.requests or max(REQUESTS, WAVES * (concurrency or 1))
+    count = options.requests or requests_for(concurrency)
     params = SamplingParams(
         max_tokens=options.max_tokens, temperature=temperature, ignore_eos=options.ignore_eos, seed=options.seed
     )

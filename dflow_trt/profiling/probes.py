@@ -1,4 +1,4 @@
-"""What this machine can do at most: bytes and operations a second, by the library and the threads that run the engines."""
+"""What this machine can do at most: bytes and operations a second, with the threads that run the engines."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def measure_roof(working_set: int, threads: int) -> Roof:
 def _best(call: Callable[[], Any]) -> float:
     """The shortest time of one call in seconds: what else the machine does only adds to it."""
     call()
-    times, end = [], time.perf_counter() + SECONDS
+    times: list[float] = []
+    end = time.perf_counter() + SECONDS
     while len(times) < 3 or time.perf_counter() < end:
         start = time.perf_counter()
         call()

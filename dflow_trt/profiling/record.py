@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from dflow_trt.errors import UserError
 from dflow_trt.files import staged_file
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION: Literal[1] = 1
 RECORD_FILE = "profile.json"
 ALL_TASKS = "all"
 PERCENTILES = (50, 90, 95, 99)
@@ -357,8 +357,8 @@ class Memory(Part):
 
 
 class CostRow(Part):
-    """per_million: price of a million output tokens on a machine that is always busy so. busy_share: of the time it must
-    be, to cost no more than the hosted price; above 1 it never does."""
+    """per_million: price of a million output tokens on a machine that is always busy so. busy_share: of the time it
+    must be, to cost no more than the hosted price; above 1 it never does."""
 
     point: Point
     per_million: float | None

@@ -6,7 +6,7 @@ import hashlib
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -50,12 +50,19 @@ class Workload:
         digest = hashlib.sha256(text.encode()).hexdigest()
         tasks = dict(Counter(item.task for item in self.items))
         return WorkloadInfo(
-            kind=self.kind, source=self.source, digest=digest, prompts=len(self.items), tasks=dict(sorted(tasks.items()))
+            kind=self.kind,
+            source=self.source,
+            digest=digest,
+            prompts=len(self.items),
+            tasks=dict(sorted(tasks.items())),
         )
 
     def as_chats(self) -> Workload:
         """Texts as one user message each."""
         return Workload(self.kind, self.source, tuple(map(_as_chat, self.items)))
+
+
+Workloads = dict[int | None, Workload]
 
 
 def _as_chat(item: Item) -> Item:
@@ -77,13 +84,63 @@ def token_ids(item: Item, tokenizer: Tokenizer | None) -> list[int]:
         raise UserError(f"{item.where}: {error}") from None
 
 
+# -- what the user chose -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Token ids of a model: those below ``size`` but for ``eos``."""
+
+    size: int
+    eos: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Where prompts come from; without anything, the example's where texts can be encoded. chat: texts as user
+    messages, None where that is possible."""
+
+    file: Path | None = None
+    example: bool = False
+    input_lens: tuple[int, ...] = ()
+    chat: bool | None = None
+
+    def __post_init__(self) -> None:
+        given = {"--prompts": self.file is not None, "--example": self.example, "--input-len": bool(self.input_lens)}
+        chosen = [flag for flag, there in given.items() if there]
+        if len(chosen) > 1:
+            raise UserError(f"{' and '.join(chosen)}: prompts come from one place; leave out all but one")
+        for length in self.input_lens:
+            if length < 1:
+                raise UserError(f"--input-len: {length}; allowed: 1 or more")
+
+    def workloads(self, vocabulary: Vocabulary | None, takes_chats: bool, count: int, seed: int) -> Workloads:
+        """By the length of random prompts, None for texts. takes_chats: messages can be encoded. count: of random
+        prompts. UserError where random prompts need a bundle to know its vocabulary."""
+        if self.input_lens:
+            if vocabulary is None:
+                raise UserError("--input-len: random tokens need a vocabulary; give the BUNDLE beside --url")
+            each = dict.fromkeys(self.input_lens)
+            return {length: random_workload(length, count, vocabulary, seed) for length in each}
+        found = read_workload(self.file) if self.file is not None else example_workload()
+        return {None: found.as_chats() if self.chat or (self.chat is None and takes_chats) else found}
+
+
+def takes_chats(tokenizer: Tokenizer | None) -> bool:
+    """Whether there is a chat template that takes one message of a user."""
+    try:
+        return tokenizer is not None and bool(tokenizer.encode_chat([{"role": "user", "content": "?"}]))
+    except UserError:
+        return False
+
+
 # -- random ------------------------------------------------------------------------------------------------------------
 
 
-def random_workload(length: int, count: int, vocab: int, avoid: Sequence[int], seed: int) -> Workload:
-    """``count`` prompts of ``length`` random ids below ``vocab``, none of those to ``avoid``; the same for a seed."""
+def random_workload(length: int, count: int, vocabulary: Vocabulary, seed: int) -> Workload:
+    """``count`` prompts of ``length`` random ids, the same for a seed."""
     rng = random.Random(f"{seed} {length}")
-    ids = sorted(set(range(vocab)) - set(avoid))
+    ids = sorted(set(range(vocabulary.size)) - set(vocabulary.eos))
     task = f"random-{length}"
     items = [Item(f"random prompt {i}", task, {"prompt_token_ids": rng.choices(ids, k=length)}) for i in range(count)]
     return Workload("random", f"{length} random tokens", tuple(items))

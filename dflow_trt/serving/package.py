@@ -105,12 +105,17 @@ class Package:
 
 
 def package_bundle(
-    bundle: str | Path, output: str | Path, options: PackageOptions | None = None, force: bool = False
+    bundle: str | Path,
+    output: str | Path,
+    options: PackageOptions | None = None,
+    force: bool = False,
+    symlinks: bool = False,
 ) -> Package:
     """Write the model repository of a bundle.
 
     A bundle without a tokenizer gets the model dflow alone, which takes token ids. force: replace a folder that is
-    there. UserError for a bundle or option that does not fit, and for an output that exists.
+    there. symlinks: point at the bundle, for a repository that is gone before it. UserError for a bundle or option that
+    does not fit, and for an output that exists.
     """
     opened, output, options = open_bundle(bundle), Path(output), options or PackageOptions()
     options.check(opened)
@@ -119,25 +124,29 @@ def package_bundle(
     models = t.MODELS if opened.tokenizer_path else (t.DFLOW,)
     with staged_folder(output, replace=force) as folder:
         for model in models:
-            _write_model(model, opened, options, folder / model.name)
+            _write_model(model, opened, options, folder / model.name, symlinks)
     return Package(output, tuple(model.name for model in models))
 
 
-def _write_model(model: t.Model, bundle: Bundle, options: PackageOptions, folder: Path) -> None:
+def _write_model(model: t.Model, bundle: Bundle, options: PackageOptions, folder: Path, symlinks: bool) -> None:
     version = folder / VERSION
     version.mkdir(parents=True)
     (folder / "config.pbtxt").write_text(config_text(model, options), encoding="utf-8")
     if model is not t.ENSEMBLE:
         shutil.copyfile(_templates() / model.name / VERSION / "model.py", version / "model.py")
     if model is t.DFLOW:
-        _link_files(bundle.path, version / BUNDLE_DIR, (*bundle.files, c.MANIFEST))
+        _place(bundle.path, version / BUNDLE_DIR, (*bundle.files, c.MANIFEST), symlinks)
     if model in _TOKENIZER_USERS:
-        inside = [name for name in bundle.files if name.startswith(f"{c.TOKENIZER_DIR}/")]
-        _link_files(bundle.path, version, inside)
+        prefix = f"{c.TOKENIZER_DIR}/"
+        inside = [name.removeprefix(prefix) for name in bundle.files if name.startswith(prefix)]
+        _place(bundle.path / c.TOKENIZER_DIR, version / c.TOKENIZER_DIR, inside, symlinks)
 
 
-def _link_files(source: Path, target: Path, names: Iterable[str]) -> None:
-    """Hard links, or copies where another file system does not take them."""
+def _place(source: Path, target: Path, names: Iterable[str], symlink: bool) -> None:
+    """Files of a folder: hard links, or copies where another file system takes none; or one link to it all."""
+    if symlink:
+        target.symlink_to(source.resolve(), target_is_directory=True)
+        return
     for name in names:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         try:

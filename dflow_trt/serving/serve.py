@@ -28,6 +28,7 @@ from dflow_trt.serving.server import DRAIN_SECONDS, Ports, TritonServer
 from dflow_trt.text import Tokenizer
 
 BACKLOG = 2048  # connections that wait: while the server starts, and under load
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 WATCH_SECONDS = 0.5
 QUIET = ("--log-info=false", "--pinned-memory-pool-byte-size=0")  # the pool is for GPUs; without one it is a warning
 QUESTION = '{"messages": [{"role": "user", "content": "Hello"}]}'
@@ -63,7 +64,7 @@ def serve(path: Path, options: ServeOptions, say: Callable[[str], None]) -> None
         repository = folder / "repository"
         logs = () if options.verbose else QUIET
         triton = TritonServer(repository, home=options.triton_home, ports=options.ports, options=logs)
-        package_bundle(path, repository, options.package)
+        package_bundle(path, repository, options.package, symlinks=True)
         stack.enter_context(triton)
         asyncio.run(_endpoint(bundle, triton, listener, options, say))
 
@@ -90,8 +91,9 @@ async def _endpoint(
     settings = Settings(
         model_name=name,
         metrics_address=triton.metrics_address,
-        api_key=options.api_key,
         max_request_bytes=options.max_request_bytes,
+        api_key=options.api_key,
+        hosts={*LOOPBACK, options.host} if _is_loopback(options.host) else None,
         strategy=options.package.strategy,
         shares=options.package.shares,
     )
@@ -158,4 +160,4 @@ def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return host == "localhost"
+        return host == LOOPBACK[0]

@@ -30,6 +30,7 @@ HOME_VARIABLE = "DFLOW_TRITON_HOME"
 STUB = "triton_python_backend_stub"
 DRAIN_SECONDS = 30
 START_SECONDS = 600.0
+KILL_SECONDS = 3.0  # that it may take to end after its own time is over
 _POLL_SECONDS = 0.05
 _START_TRIES = 3  # a port that was free may be taken before the server binds it
 _PROBE = """
@@ -117,7 +118,8 @@ class TritonServer:
 
     repository: the folder. python: what runs the models, by default this Python. home: see :func:`find_server`.
     host, ports: where it listens. log: a file that takes its output, else it goes where this process's goes.
-    options: more arguments of tritonserver. environment: added to this process's.
+    drain: seconds that requests in flight get when it is stopped. options: more arguments of tritonserver.
+    environment: added to this process's.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class TritonServer:
         host: str = "127.0.0.1",
         ports: Ports | None = None,
         log: Path | None = None,
+        drain: int = DRAIN_SECONDS,
         options: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
@@ -136,7 +139,7 @@ class TritonServer:
         self._interpreter = find_interpreter(python)
         self._installation = find_server(self._interpreter, home)
         self._wanted, self._options = ports or Ports(), tuple(options)
-        self._environment = dict(environment or {})
+        self._environment, self._drain = dict(environment or {}), drain
         self._process: subprocess.Popen[bytes] | None = None
         self._stack = ExitStack()
         self.ports = self._wanted
@@ -214,7 +217,7 @@ class TritonServer:
             "--load-model=*",
             "--disable-auto-complete-config",  # nothing is missing; saves starting each model twice
             "--allow-gpu-metrics=false",
-            f"--exit-timeout-secs={DRAIN_SECONDS}",
+            f"--exit-timeout-secs={self._drain}",
             *self._options,
         ]
 
@@ -269,14 +272,18 @@ class TritonServer:
         reason = [*of_models, *errors, *reversed(lines), "no output"][0].partition("\\n")[0]
         return f"{reason.strip()} (see {self.log})"
 
-    def stop(self, drain: float = DRAIN_SECONDS) -> int | None:
-        """Take nothing new, finish what runs within ``drain`` seconds, end. Gives the exit code."""
+    def stop(self) -> int | None:
+        """Take nothing new, finish what runs, end. Gives the exit code, negative where it had to be killed.
+
+        tritonserver 2.51 loses count of some requests whose gRPC stream was cancelled. It then has nothing left to do,
+        and waits for them until ``drain`` is over.
+        """
         process, code = self._process, None
         if process is not None:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
             try:
-                code = process.wait(drain + 5)
+                code = process.wait(self._drain + KILL_SECONDS)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 code = process.wait()

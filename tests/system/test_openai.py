@@ -21,6 +21,7 @@ from typing import Any, TextIO
 
 import httpx
 import openai
+import psutil
 import pytest
 from pairs import Pair
 
@@ -86,8 +87,8 @@ def serving(python: Path, bundle: Path, *arguments: str, **environment: str) -> 
         yield Serve(process)
     finally:
         if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            process.wait(PATIENCE)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(PATIENCE) == 0, "Ctrl-C ends it well"
 
 
 @pytest.fixture(scope="module")
@@ -401,6 +402,13 @@ def test_bad_requests_name_the_field(client: openai.OpenAI, change: dict[str, An
         assert "\n" not in caught.value.message
 
 
+def test_a_prompt_that_is_too_long_has_openais_code(client: openai.OpenAI) -> None:
+    """Agents look for it, to shorten their prompt."""
+    with pytest.raises(openai.BadRequestError, match="this bundle takes 512") as caught:
+        client.completions.create(model="example", prompt=SOME_TEXT * 200)
+    assert caught.value.code == "context_length_exceeded"
+
+
 def test_what_does_not_exist(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         client.completions.create(model="gpt-4", prompt="x")
@@ -482,6 +490,21 @@ def _end_in_a_stream(server: Serve, client: openai.OpenAI) -> int:
     assert rest[-1].choices[0].finish_reason == "length", "it was finished"
     assert len(rest) == 499
     return server.end()
+
+
+def test_sigterm_while_it_starts_leaves_nothing(serve_python: Path, example: Pair) -> None:
+    with serving(serve_python, example.bundle.path) as server:
+        started: list[psutil.Process] = []
+
+        def tritonserver() -> bool:
+            started[:] = psutil.Process(server.process.pid).children(recursive=True)
+            return any("tritonserver" in child.name() for child in started)
+
+        until(tritonserver, "tritonserver is not started")
+        assert server.lines == []
+        assert server.end() == 130
+        assert "interrupted" in server.errors
+        assert psutil.wait_procs(started, PATIENCE)[1] == []
 
 
 def command(python: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

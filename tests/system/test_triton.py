@@ -7,15 +7,14 @@ import json
 import random
 import subprocess
 import sys
-import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from pairs import Pair
-from triton_client import MODELS, Answer, ask
+from triton_client import MODELS, Answer, ask, metrics, one, run, until
 from tritonclient.grpc import InferenceServerClient as PlainClient
 from tritonclient.grpc.aio import InferenceServerClient
 
@@ -34,7 +33,7 @@ LONG = 160  # tokens: many rounds, so that there is time to interfere
 def server(serve_python: Path, example: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     folder = tmp_path_factory.mktemp("triton")
     package_bundle(example.bundle.path, folder / "repository", PackageOptions(threads=1, max_queue=200))
-    with TritonServer(folder / "repository", python=serve_python, log=folder / "log") as running:
+    with TritonServer(folder / "repository", python=serve_python, log=folder / "log", drain=3) as running:
         yield running
 
 
@@ -54,34 +53,6 @@ def texts(tokenizer: Tokenizer, example_prompts: list[dict[str, Any]]) -> list[s
 def llm(example: Pair) -> Iterator[LLM]:
     with LLM(example.bundle, threads=1) as opened:
         yield opened
-
-
-def run(server: TritonServer, work: Callable[[InferenceServerClient], Awaitable[Any]]) -> Any:
-    async def connected() -> Any:
-        async with InferenceServerClient(server.grpc_address) as client:
-            return await work(client)
-
-    return asyncio.run(connected())
-
-
-def one(server: TritonServer, model: str, options: dict[str, Any], **more: Any) -> Answer:
-    answer: Answer = run(server, lambda client: ask(client, model, options, **more))
-    return answer
-
-
-def metrics(server: TritonServer) -> dict[str, float]:
-    lines = httpx.get(f"http://{server.metrics_address}/metrics").text.splitlines()
-    pairs = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
-    return {name: float(value) for name, _, value in pairs}
-
-
-def until(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def is_idle(server: TritonServer) -> bool:

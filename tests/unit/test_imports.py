@@ -76,6 +76,13 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     "tensorrt": ("compile/tensorrt", "runtime/trt"),
     "tensorrt_rtx": ("compile/tensorrt", "runtime/trt"),
     "tensorrt_llm": (),
+    "triton_python_backend_utils": ("serving/triton",),
+    "tritonclient": ("serving/openai/backend", "serving/serve"),
+    "grpc": ("serving/openai/backend",),
+    "pydantic": ("serving/openai/protocol", "profiling/", "cli/profile"),
+    "starlette": ("serving/openai/app", "serving/serve"),
+    "uvicorn": ("serving/serve",),
+    "httpx": ("serving/openai/app", "serving/serve"),
     "onnxruntime": ("compile/onnxruntime", "runtime/ort", "selfcheck"),
 }
 # What generating from a bundle never needs, directly or through others.

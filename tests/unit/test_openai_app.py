@@ -341,6 +341,22 @@ def test_the_key_opens_what_it_should() -> None:
     assert served(test, api_key="s3cret").asked == []
 
 
+def test_a_name_that_was_made_to_point_here_is_refused() -> None:
+    async def test(server: Served) -> None:
+        for host, status in {"localhost:8000": 200, "[::1]:8000": 200, "127.0.0.1": 200, "evil.example": 403}.items():
+            response = await server.http.get("/v1/models", headers={"host": host})
+            assert response.status_code == status, host
+        assert error_of(response, 403)["code"] == "host_not_allowed"
+
+    served(test, hosts=("localhost", "127.0.0.1", "::1"))
+
+    async def keyed(server: Served) -> None:
+        headers = {"host": "proxy.example", "authorization": "Bearer k"}
+        assert (await server.http.get("/v1/models", headers=headers)).status_code == 200
+
+    served(keyed, hosts=("localhost",), api_key="k")
+
+
 # -- the other routes --------------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any, TypeVar
@@ -60,14 +60,16 @@ _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 class Settings:
     """How the endpoint presents itself.
 
-    metrics_address: of Triton's. api_key: what clients must send, or None. strategy: of requests that name none, by
-    default the bundle's best. shares: of those requests, the share that another strategy gets.
+    metrics_address: of Triton's. api_key: what clients must send, or None. hosts: the names by which it may be asked
+    without a key, or None for any. strategy: of requests that name none, by default the bundle's best. shares: of those
+    requests, the share that another strategy gets.
     """
 
     model_name: str
     metrics_address: str
     max_request_bytes: int
     api_key: str | None = None
+    hosts: Collection[str] | None = None
     strategy: str | None = None
     shares: Mapping[str, float] = field(default_factory=dict)
 
@@ -138,18 +140,23 @@ class Endpoint:
         self._created = int(time.time())
 
     def guarded(self, handler: Handler) -> Handler:
-        """The handler, for those who have the key."""
-        key = self._settings.api_key
-        if key is None:
-            return handler
+        """The handler, for those who may ask."""
 
         async def checked(request: Request) -> Response:
-            scheme, _, given = request.headers.get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not _same(given.strip(), key):
-                raise ApiError(401, "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'")
+            self._check_key(request)
             return await handler(request)
 
         return checked
+
+    def _check_key(self, request: Request) -> None:
+        """The key; without one, that no other site's name was made to point here, whose page then could ask."""
+        key, hosts = self._settings.api_key, self._settings.hosts
+        if key is not None:
+            scheme, _, given = request.headers.get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not _same(given.strip(), key):
+                raise ApiError(401, "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'")
+        elif hosts is not None and request.url.hostname not in hosts:
+            raise ApiError(403, f"host {request.url.hostname!r}: allowed without --api-key: {', '.join(sorted(hosts))}")
 
     # -- generating --------------------------------------------------------------------------------------------------
 

@@ -20,17 +20,15 @@ from dflow_trt.serving.openai.translate import Array, Job, Update, feeds, fetche
 TRUE_STATUS = {"triton_grpc_error": "true"}  # errors end a stream with their status, not as a text without one
 READY_SECONDS = 5.0
 GRACE_SECONDS = 5.0  # behind the model's own deadline: so long a model that is gone is waited for
-FULL, LATE = (
-    "the queue is full",
-    "timed out in the queue",
-)  # how the loop begins to say so; Triton has one code for both
+# How the model begins to say what Triton has no code of its own for.
+FULL, LATE, LONG = "the queue is full", "timed out in the queue", "the prompt has "
 TIMED_OUT = "the request took longer than this server allows"
 
 
 class Backend:
     """One server's ``dflow`` model, shared by all requests of one event loop.
 
-    address: of Triton's gRPC. timeout: seconds a request may take, queue included.
+    timeout: seconds that the model gives a request.
     """
 
     def __init__(self, client: InferenceServerClient, timeout: float) -> None:
@@ -107,7 +105,9 @@ def _checked(update: Update) -> Update:
 def _refusal(code: grpc.StatusCode, message: str) -> ApiError:
     """A stream's status as an HTTP error."""
     if code is grpc.StatusCode.INVALID_ARGUMENT:
-        return invalid(UserError(message))
+        refused = invalid(UserError(message))
+        refused.code = "context_length_exceeded" if message.startswith(LONG) else refused.code
+        return refused
     if code is grpc.StatusCode.DEADLINE_EXCEEDED or message.startswith(LATE):
         return ApiError(504, TIMED_OUT)
     if code is grpc.StatusCode.UNAVAILABLE:

@@ -11,6 +11,7 @@ CLIENT_GONE = 499  # nginx's number for a client that did not wait; nobody reads
 KINDS: dict[int, tuple[str, str | None]] = {
     400: (INVALID, None),
     401: (INVALID, "invalid_api_key"),
+    403: (INVALID, "host_not_allowed"),
     404: (INVALID, "not_found"),
     405: (INVALID, "method_not_allowed"),
     413: (INVALID, "request_too_large"),
