@@ -1,8 +1,9 @@
 """How long TensorRT-RTX compiles engines ahead of time, how much memory that takes and how large they become.
 
 Random weights of Qwen3's sizes, a DFlow drafter beside the target. Sizes that are compiled at two depths are
-extrapolated to their own: layers are alike, so time, size and memory grow linearly with them; 0.6B, which is compiled
-whole too, shows how well that holds. Needs no GPU. Prints a table for people; the last line is JSON.
+extrapolated to their own: layers are alike, so time, size and memory grow linearly with them (but for the context, whose
+projection grows with the taps, and a shallow target has fewer); 0.6B, which is compiled whole too, shows how well that
+holds. Needs no GPU. Prints a table for people; the last line is JSON.
 
     python build_scripts/bench_rtx.py                                  # 0.6B whole, every size at 2 and 4 layers
     python build_scripts/bench_rtx.py --case 1.7b:2 --case 1.7b:4 --folder /big/disk --output rtx.json
@@ -23,6 +24,7 @@ from typing import Any
 from bench_build import SIZES, configs, drafter_shapes, target_shapes, write_checkpoint
 from bench_common import print_settings, print_table, settings
 
+from dflow_trt import contract as c
 from dflow_trt.build import BuildOptions, DrafterSource, build_bundle
 from dflow_trt.bundle import Bundle
 from dflow_trt.compile import backends
@@ -101,7 +103,7 @@ def extrapolate(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _whole(size: str, few: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     layers, draft_layers = SIZES[size][FULL_LAYERS], SIZES[size][DRAFT_LAYERS]
     engines = {}
-    for name in few["engines"]:
+    for name in [name for name in few["engines"] if not name.endswith(c.CONTEXT)]:
         kind, full = ("layers", layers) if name == "target" else ("draft_layers", draft_layers)
         step = more[kind] - few[kind]
         ends = zip(FIGURES, *([row["engines"][name][figure] for figure in FIGURES] for row in (few, more)), strict=True)
