@@ -1,8 +1,8 @@
 """How long TensorRT-RTX compiles engines ahead of time, how much memory that takes and how large they become.
 
 Random weights of Qwen3's sizes, a DFlow drafter beside the target. Sizes that are compiled at two depths are
-extrapolated to their own: layers are alike, so time, size and memory grow linearly with them (but for the context, whose
-projection grows with the taps, and a shallow target has fewer); 0.6B, which is compiled whole too, shows how well that
+extrapolated to their own: layers are alike, so time, size and memory grow linearly with them; not so the context, whose
+projection grows with the taps, and a shallow target has fewer. 0.6B, which is compiled whole too, shows how well that
 holds. Needs no GPU. Prints a table for people; the last line is JSON.
 
     python build_scripts/bench_rtx.py                                  # 0.6B whole, every size at 2 and 4 layers

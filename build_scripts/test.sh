@@ -4,8 +4,8 @@
 #   test.sh [--full] [--toolchain] [ARGUMENT ...]
 #
 # --full adds the slow ones. --toolchain, as in CI, runs what needs nvcc, TensorRT's headers and registries, or
-# TensorRT-RTX, and fetches from PyPI which of them this machine lacks (about 600 MB, kept in build/ and the environment);
-# without it such tests run where these are at hand, and are skipped with the reason elsewhere.
+# TensorRT-RTX, and fetches from PyPI which of them this machine lacks (some 750 MB on disk, kept in build/ and the
+# environment); without it such tests run where these are at hand, and are skipped with the reason elsewhere.
 # Other arguments go to pytest, e.g. test.sh tests/unit -k relay
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"

@@ -14,7 +14,12 @@ from typing import Any
 import grpc
 import numpy as np
 from tritonclient.grpc import InferResult, service_pb2
-from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor, triton_to_np_dtype
+from tritonclient.utils import (
+    InferenceServerException,
+    deserialize_bytes_tensor,
+    serialize_byte_tensor,
+    triton_to_np_dtype,
+)
 
 from dflow_trt.serving import tensors as t
 from dflow_trt.text import TextStream, Tokenizer
@@ -45,12 +50,12 @@ class Sample:
     reason: str = "length"
 
 
-@dataclass(frozen=True)
 class Failure(Exception):
-    """The stream ends with a status."""
+    """The model fails a request: with one of its codes. ``lost``: the stream itself ends so, with a status of gRPC."""
 
-    code: grpc.StatusCode
-    message: str
+    def __init__(self, code: str, message: str, lost: grpc.StatusCode | None = None) -> None:
+        super().__init__(message)
+        self.code, self.message, self.lost = code, message, lost
 
 
 Script = Callable[[Asked], Sequence[Sample]]
@@ -74,10 +79,7 @@ class FakeTriton:
         assert name == t.DFLOW.name
         return self.ready
 
-    def stream_infer(
-        self, requests: AsyncIterator[dict[str, Any]], timeout: float, headers: dict[str, str]
-    ) -> FakeCall:
-        assert headers == {"triton_grpc_error": "true"}
+    def stream_infer(self, requests: AsyncIterator[dict[str, Any]], timeout: float) -> FakeCall:
         assert timeout > 0
         return FakeCall(self, requests)
 
@@ -89,7 +91,7 @@ class FakeCall:
         self._client, self._requests = client, requests
         self._id, self._ended = "", False
 
-    async def __aiter__(self) -> AsyncIterator[tuple[InferResult, None]]:
+    async def __aiter__(self) -> AsyncIterator[tuple[InferResult | None, InferenceServerException | None]]:
         async for request in self._requests:
             asked = _asked(request)
             self._id = asked.id
@@ -100,8 +102,11 @@ class FakeCall:
                         await self._client.gate.acquire()
                     yield InferResult(_message({n: v for n, v in outputs.items() if n in asked.outputs})), None
             except Failure as failure:
-                nothing = grpc.aio.Metadata()
-                raise grpc.aio.AioRpcError(failure.code, nothing, nothing, failure.message) from None
+                if failure.lost is not None:
+                    nothing = grpc.aio.Metadata()
+                    raise grpc.aio.AioRpcError(failure.lost, nothing, nothing, failure.message) from None
+                coded = t.HANDLE_PARAMETER in asked.parameters
+                yield None, InferenceServerException(f"{failure.code}: " * coded + failure.message)
         self._ended = True
 
     def cancel(self) -> bool:

@@ -21,7 +21,7 @@ from dflow_trt.serving.responses import DTYPES
 from dflow_trt.serving.server import TritonServer
 
 MODELS = {model.name: model for model in t.MODELS}
-SECONDS = 120.0
+SECONDS = 40.0
 
 
 @dataclass

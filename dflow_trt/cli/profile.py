@@ -139,7 +139,7 @@ def _measure(bundle: Path | None, url: str | None, given: dict[str, Any]) -> Res
     with Progress(console.err) as report:
         if url is not None:
             with loading():
-                from dflow_trt.profiling.remote import profile_server
+                from dflow_trt.profiling.remote.run import profile_server
 
             access = {name: given[name] for name in ("metrics_url", "api_key")}
             return profile_server(url, bundle, choice, options, report, prices=prices, **access)

@@ -68,12 +68,12 @@ class Asked:
 
 @dataclass(frozen=True)
 class Tick:
-    """Tokens that came together. drafted, accepted: of the verify round that gave them; is_round: there was one, which
-    is so of every tick but that of the prefill's token."""
+    """Tokens that came together. drafted, accepted: of the verify round that gave them, the first None where a server
+    does not say; is_round: there was one, which is so of every tick but that of the prefill's token."""
 
     time: float
     tokens: int
-    drafted: int = 0
+    drafted: int | None = 0
     accepted: int = 0
     is_round: bool = True
 

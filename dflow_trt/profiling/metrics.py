@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dflow_trt.profiling.measure import Run, Tick, Trace
+from dflow_trt.profiling.measure import Run, Trace
 from dflow_trt.profiling.record import (
     ALL_TASKS,
     Acceptance,
@@ -112,8 +112,10 @@ def latency(traces: Sequence[Trace]) -> Latency:
 def acceptance(task: str, traces: Sequence[Trace]) -> Acceptance:
     """Counts of the rounds of these requests."""
     rounds = [tick for trace in traces for tick in trace.rounds]
-    drafted, accepted = sum(tick.drafted for tick in rounds), sum(tick.accepted for tick in rounds)
-    emitted = sum(tick.tokens for tick in rounds)
+    accepted, emitted = sum(tick.accepted for tick in rounds), sum(tick.tokens for tick in rounds)
+    lengths = [tick.drafted for tick in rounds if tick.drafted is not None]
+    drafted = sum(lengths) if len(lengths) == len(rounds) else None
+    by_position = [(tick.drafted, tick.accepted) for tick in rounds if tick.drafted is not None] if drafted else []
     return Acceptance(
         task=task,
         requests=len(traces),
@@ -121,18 +123,13 @@ def acceptance(task: str, traces: Sequence[Trace]) -> Acceptance:
         drafted=drafted,
         accepted=accepted,
         emitted=emitted,
-        drafted_at=_reaching(tick.drafted for tick in rounds),
-        accepted_at=_reaching(tick.accepted for tick in rounds),
-        reached_at=_reaching(_tried(tick) for tick in rounds),
+        drafted_at=_reaching(length for length, _ in by_position),
+        accepted_at=_reaching(kept for _, kept in by_position),
+        reached_at=_reaching(min(length, kept + 1) for length, kept in by_position),
         tau_accepted=ratio(accepted, len(rounds)),
         tau_emitted=ratio(emitted, len(rounds)),
-        wasted=ratio(drafted - accepted, drafted),
+        wasted=ratio(drafted - accepted, drafted) if drafted is not None else None,
     )
-
-
-def _tried(tick: Tick) -> int:
-    """Drafts whose predecessors were all accepted: those accepted, and the one after them."""
-    return min(tick.drafted, tick.accepted + 1)
 
 
 def _reaching(lengths: Iterable[int]) -> list[int]:

@@ -156,13 +156,14 @@ class Acceptance(Part):
     reached_at[i]: those that verified it after accepting all before it.
 
     tau_accepted: accepted drafts a round; tau_emitted: tokens a round, the bonus token included. wasted: the share of
-    drafts that were verified and not accepted. The token of the prefill belongs to no round.
+    drafts that were verified and not accepted. The token of the prefill belongs to no round. What a server does not say
+    of its drafts is None, and then nothing is known by position.
     """
 
     task: str
     requests: int
     rounds: int
-    drafted: int
+    drafted: int | None
     accepted: int
     emitted: int
     drafted_at: list[int]

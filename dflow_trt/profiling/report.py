@@ -172,7 +172,9 @@ def _advice(found: Sequence[Advice]) -> Table:
         use = words.choice(each)
         rate = words.percent(each.break_even_rate) if each.break_even_rate is not None else "never"
         needs, gives = words.number(each.break_even), words.number(each.forecasts[-1].tau_emitted)
-        rows.append([words.where(each), each.strategy, use, words.times(best.predicted if best else None), needs, rate, gives])
+        rows.append(
+            [words.where(each), each.strategy, use, words.times(best.predicted if best else None), needs, rate, gives]
+        )
     columns = [Column("load", True), Column("strategy", True), Column("use", True, long=True)]
     names = ("predicted", "pays from tau", "or from a chance of", "tau here")
     note = "Of decoding alone. A full block pays from so many tokens a round on, or where each draft has this chance."

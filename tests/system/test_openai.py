@@ -362,10 +362,8 @@ def test_clients_that_leave_free_their_slots(served: Serve, client: openai.OpenA
     waiting = [socket.create_connection(served.url.removeprefix("http://").split(":")) for _ in range(8)]  # type: ignore[arg-type]
     body = json.dumps({"prompt": SOME_TEXT, "ignore_eos": True, "max_tokens": 600, "strategy": "ar"})
     for each in waiting:
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-        )
-        each.sendall(f"{head}\r\n\r\n{body}".encode())
+        head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        each.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
     until(lambda: gauge(served, families.SLOTS_IN_USE.name) == 8, "all slots are taken")
     for stream in begun:
         stream.response.close()

@@ -14,7 +14,6 @@ from importlib.resources import files
 from typing import Any
 
 import fake
-import grpc
 import httpx
 import pytest
 import uvicorn
@@ -231,7 +230,7 @@ def test_settings_go_along_and_so_does_the_conversation(page: Page, server: Serv
 
 def test_an_error_is_shown_and_the_question_can_be_asked_again(page: Page, server: Server) -> None:
     server.let(ALL)
-    server.failure = Failure(grpc.StatusCode.INVALID_ARGUMENT, "the prompt has 900 tokens, this bundle takes 512")
+    server.failure = Failure("INVALID_ARG", "the prompt has 900 tokens, this bundle takes 512")
     page.ask("13")
     page.until(lambda: page.texts("[role=alert]"), "the error is shown")
     assert page.texts("[role=alert]") == ["the prompt has 900 tokens, this bundle takes 512"]

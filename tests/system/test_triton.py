@@ -302,24 +302,23 @@ def test_a_client_that_leaves_frees_its_slot(
     options = long_request(texts) if model != "dflow" else {**long_request(texts), "input_ids": ids}
     if model == "dflow":
         del options["text_input"]
-    before = metrics(server)
 
     async def leave(answer: Answer) -> bool:
         return len(answer.responses) < 2
 
-    answer = one(server, model, options, on_response=leave)
+    task = f"leave {model}"
+    answer = one(server, model, options, on_response=leave, parameters={"task": task})
     assert len(answer.responses) == 2
-    assert until(lambda: cancelled(server) == cancelled(before) + 1)
-    tokens = sum(value for name, value in metrics(server).items() if name.startswith("dflow_output_tokens_total"))
-    earlier = sum(value for name, value in before.items() if name.startswith("dflow_output_tokens_total"))
-    assert tokens - earlier < LONG
+    assert until(lambda: counted(server, "dflow_requests_total", task, outcome="cancelled") == 1)
+    assert 0 < counted(server, "dflow_output_tokens_total", task) < LONG
     assert until(lambda: is_idle(server))
 
 
-def cancelled(source: TritonServer | dict[str, float]) -> float:
-    found = source if isinstance(source, dict) else metrics(source)
-    names = [name for name in found if name.startswith("dflow_requests_total") and 'outcome="cancelled"' in name]
-    return sum(found[name] for name in names)
+def counted(server: TritonServer, name: str, task: str, **labels: str) -> float:
+    """The sum of a metric's series of one task."""
+    wanted = [f'{label}="{value}"' for label, value in {"task": task, **labels}.items()]
+    found = metrics(server).items()
+    return sum(value for series, value in found if series.startswith(name + "{") and all(w in series for w in wanted))
 
 
 KILLED_CLIENT = """
@@ -334,21 +333,21 @@ async def main():
         return True
     async with InferenceServerClient(sys.argv[2]) as client:
         options = {"text_input": sys.argv[3], "max_tokens": 160, "ignore_eos": True, "stream": True, "strategy": "ar"}
-        await asyncio.gather(*(ask(client, "dflow_bls", options, on_response=tell) for _ in range(4)))
+        await asyncio.gather(*(ask(client, "dflow_bls", options, on_response=tell, parameters={"task": "killed"})
+                               for _ in range(4)))
 
 asyncio.run(main())
 """
 
 
 def test_kill_9_of_a_client_frees_its_slots(server: TritonServer, texts: list[str]) -> None:
-    before = cancelled(server)
     tests = str(Path(__file__).resolve().parent.parent)
     arguments = [sys.executable, "-c", KILLED_CLIENT, tests, server.grpc_address, texts[4]]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE) as client:
         assert client.stdout is not None
         assert client.stdout.readline() == b"got\n"
         client.kill()
-    assert until(lambda: cancelled(server) == before + 4)
+    assert until(lambda: counted(server, "dflow_requests_total", "killed", outcome="cancelled") == 4)
     assert until(lambda: is_idle(server))
     assert one(server, "dflow_bls", {"text_input": texts[0], "max_tokens": 8}).message is None
 

@@ -191,40 +191,46 @@ def test_the_task_label_goes_along() -> None:
         await server.post("completions", prompt="1")
 
     triton = served(test)
-    assert [asked.parameters for asked in triton.asked] == [{"task": "sums"}, {}]
+    assert [asked.parameters.get("task") for asked in triton.asked] == ["sums", None]
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
-def failing(code: grpc.StatusCode, message: str) -> Any:
+def failing(*failure: Any) -> Any:
     def script(asked: Asked) -> Sequence[Sample]:
-        raise Failure(code, message)
+        raise Failure(*failure)
 
     return script
 
 
-STATUS = grpc.StatusCode
+LOST = grpc.StatusCode
 FAILURES = {
-    "refused": (STATUS.INVALID_ARGUMENT, "temperature is 9; allowed: less", 400, "temperature"),
-    "gone": (STATUS.UNAVAILABLE, "failed to connect to all addresses", 503, None),
-    "late in the queue": (STATUS.UNAVAILABLE, "timed out in the queue; try later, or allow more time", 504, None),
-    "late": (STATUS.DEADLINE_EXCEEDED, "Deadline Exceeded", 504, None),
-    "broken": (STATUS.INTERNAL, "the model fell over", 500, None),
+    "refused": (("INVALID_ARG", "temperature is 9; allowed: less"), 400, "temperature"),
+    "too long": (("INVALID_ARG", "the prompt has 900 tokens, this bundle takes 512"), 400, None),
+    "full": (("UNAVAILABLE", "the queue is full: 64 wait, at most 64 do; try later"), 429, None),
+    "late in the queue": (("UNAVAILABLE", "timed out in the queue; try later, or allow more time"), 504, None),
+    "stopping": (("UNAVAILABLE", "the server is stopping; send the request to another"), 503, None),
+    "broken": (("INTERNAL", "the engine failed (x); the request may be sent again"), 500, None),
+    "not from the model": (("Stub process", "is not healthy"), 500, None),
+    "gone": (("", "failed to connect to all addresses", LOST.UNAVAILABLE), 503, None),
+    "late": (("", "Deadline Exceeded", LOST.DEADLINE_EXCEEDED), 504, None),
 }
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("case", FAILURES)
 def test_what_the_model_says_becomes_a_status(case: str, stream: bool) -> None:
-    code, message, status, param = FAILURES[case]
+    failure, status, param = FAILURES[case]
 
     async def test(server: Served) -> None:
         error = error_of(await server.post("completions", prompt="1", stream=stream), status)
         assert error["param"] == param
-        assert status == 504 or error["message"] == message
+        assert status == 504 or error["message"].endswith(failure[1])
+        assert (error["code"] == "context_length_exceeded") == (case == "too long")
 
-    served(test, failing(code, message))
+    triton = served(test, failing(*failure))
+    assert len(triton.cancelled) == (case in ("gone", "late")), "what has ended is not cancelled"
 
 
 @pytest.mark.parametrize(("reason", "status"), [("timeout", 504), ("cancelled", 503), ("error", 500)])
@@ -241,7 +247,7 @@ def test_a_sample_that_did_not_end_by_itself_is_no_answer(reason: str, status: i
 def test_one_failing_prompt_ends_the_others() -> None:
     def script(asked: Asked) -> Sequence[Sample]:
         if asked.inputs["input_ids"] == [21]:
-            raise Failure(STATUS.INVALID_ARGUMENT, "n is 3; allowed: less")
+            raise Failure("INVALID_ARG", "n is 3; allowed: less")
         return [Sample([20] * 1000, [0] * 999)]
 
     async def test(server: Served) -> None:
@@ -258,13 +264,13 @@ def test_the_clients_are_told_what_to_do() -> None:
         assert error_of(full, 429)["code"] == "rate_limit_exceeded"
         assert full.headers["retry-after"] == "1"
 
-    served(test, failing(STATUS.UNAVAILABLE, "the queue is full: 64 wait, at most 64 do; try later"))
+    served(test, failing("UNAVAILABLE", "the queue is full: 64 wait, at most 64 do; try later"))
 
     async def late(server: Served) -> None:
         response = await server.post("completions", prompt="1")
         assert response.headers["x-should-retry"] == "false"
 
-    served(late, failing(STATUS.DEADLINE_EXCEEDED, "x"))
+    served(late, failing("", "x", LOST.DEADLINE_EXCEEDED))
 
 
 def test_a_fault_of_ours_is_a_500_that_tells_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -165,7 +165,7 @@ def test_the_queue_is_bounded_and_takes_a_job_whole_or_not_at_all(bench: Bench) 
     assert until(lambda: bench.loop.num_running == 2)
     bench.runtime.hold()
     bench.start([3], n=2)
-    with pytest.raises(QueueFull, match="the queue is full: 2 wait, at most 3 do"):
+    with pytest.raises(QueueFull, match="the queue is full, at most 3 sequences wait"):
         bench.start([4], n=2)
     bench.start([5])
     with pytest.raises(QueueFull):

@@ -17,7 +17,6 @@ from dflow_trt.serving.openai.errors import ApiError
 from dflow_trt.serving.openai.protocol import invalid
 from dflow_trt.serving.openai.translate import Array, Job, Update, feeds, fetches, updates
 
-TRUE_STATUS = {"triton_grpc_error": "true"}  # errors end a stream with their status, not as a text without one
 READY_SECONDS = 5.0
 GRACE_SECONDS = 5.0  # behind the model's own deadline: so long a model that is gone is waited for
 # How the model begins to say what Triton has no code of its own for.
@@ -36,20 +35,22 @@ class Backend:
 
     async def run(self, request_id: str, job: Job) -> AsyncGenerator[Update, None]:
         """The updates of a job. ApiError says why there is no more of them."""
-        request = _request(request_id, job)
-        call = self._client.stream_infer(_once(request), self._timeout + GRACE_SECONDS, TRUE_STATUS)
+        call = self._client.stream_infer(_once(_request(request_id, job)), self._timeout + GRACE_SECONDS)
+        refused: ApiError | None = None
         try:
-            async for result, error in call:
+            async for result, error in call:  # to its end behind an error, too
                 if error is not None:
-                    raise error
+                    refused = _refusal(error.message())
+                    continue
                 for update in updates(_arrays(result.get_response())):
                     yield _checked(update)
         except grpc.aio.AioRpcError as error:
-            raise _refusal(error.code(), error.details() or "") from None
-        except InferenceServerException as error:
-            raise ApiError(500, error.message()) from None
+            late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            raise ApiError(504, TIMED_OUT) if late else ApiError(503, error.details() or "") from None
         finally:
             call.cancel()
+        if refused is not None:
+            raise refused
 
     async def ready(self) -> bool:
         """Whether server and model take requests, and the model answers."""
@@ -61,12 +62,17 @@ class Backend:
 
 
 def _request(request_id: str, job: Job) -> dict[str, Any]:
+    """As a model of the repository would ask: a handle has errors come with their code in front.
+
+    Triton's streams give no code, but for the header triton_grpc_error, whose way of ending them crashes it (2.51).
+    """
+    task = {t.TASK_PARAMETER: job.task} if job.task else {}
     return {
         "model_name": t.DFLOW.name,
         "inputs": [_input(tensor, array) for tensor, array in feeds(job)],
         "outputs": [InferRequestedOutput(name) for name in fetches(job)],
         "request_id": request_id,
-        "parameters": {t.TASK_PARAMETER: job.task} if job.task else None,
+        "parameters": {t.HANDLE_PARAMETER: request_id, **task},
     }
 
 
@@ -102,14 +108,15 @@ def _checked(update: Update) -> Update:
     return update
 
 
-def _refusal(code: grpc.StatusCode, message: str) -> ApiError:
-    """A stream's status as an HTTP error."""
-    if code is grpc.StatusCode.INVALID_ARGUMENT:
+def _refusal(error: str) -> ApiError:
+    """What the model refused, from "CODE: message"; what comes without a code is Triton's own trouble."""
+    code, _, message = error.partition(": ")
+    if code == "INVALID_ARG":
         refused = invalid(UserError(message))
         refused.code = "context_length_exceeded" if message.startswith(LONG) else refused.code
         return refused
-    if code is grpc.StatusCode.DEADLINE_EXCEEDED or message.startswith(LATE):
-        return ApiError(504, TIMED_OUT)
-    if code is grpc.StatusCode.UNAVAILABLE:
+    if code == "UNAVAILABLE":
+        if message.startswith(LATE):
+            return ApiError(504, TIMED_OUT)
         return ApiError(429 if message.startswith(FULL) else 503, message)
-    return ApiError(500, message)
+    return ApiError(500, message if code == "INTERNAL" else error)
