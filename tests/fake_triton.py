@@ -51,7 +51,7 @@ class Sample:
 
 
 class Failure(Exception):
-    """The model fails a request: with one of its codes. ``lost``: the stream itself ends so, with a status of gRPC."""
+    """A request fails: in the model, with one of its codes; else in Triton, by ``lost`` with its whole stream."""
 
     def __init__(self, code: str, message: str, lost: grpc.StatusCode | None = None) -> None:
         super().__init__(message)
@@ -63,14 +63,15 @@ Script = Callable[[Asked], Sequence[Sample]]
 
 @dataclass
 class FakeTriton:
-    """The client. ``gate``: each response takes one of it. ``asked``, ``cancelled``: what it saw."""
+    """The client. ``gate``: each response takes one of it. ``asked``, ``stopped``: ids of what it was asked, and ended."""
 
     tokenizer: Tokenizer
     script: Script
     ready: bool = True
     gate: asyncio.Semaphore | None = None
     asked: list[Asked] = field(default_factory=list)
-    cancelled: list[str] = field(default_factory=list)
+    stopped: list[str] = field(default_factory=list)
+    stops: dict[str, asyncio.Event] = field(default_factory=dict)
 
     async def is_server_ready(self, client_timeout: float | None = None) -> bool:
         return self.ready
@@ -89,30 +90,45 @@ class FakeCall:
 
     def __init__(self, client: FakeTriton, requests: AsyncIterator[dict[str, Any]]) -> None:
         self._client, self._requests = client, requests
-        self._id, self._ended = "", False
 
     async def __aiter__(self) -> AsyncIterator[tuple[InferResult | None, InferenceServerException | None]]:
         async for request in self._requests:
             asked = _asked(request)
-            self._id = asked.id
+            if asked.value("stop", False):
+                self._client.stops[asked.parameters["handle"]].set()
+                return
             self._client.asked.append(asked)
+            stop = self._client.stops.setdefault(asked.parameters["handle"], asyncio.Event())
             try:
-                for outputs in _responses(asked, self._client.script(asked), self._client.tokenizer):
-                    if self._client.gate is not None:
-                        await self._client.gate.acquire()
+                for outputs in self._responses(asked):
+                    if await self._ended(stop):
+                        self._client.stopped.append(asked.id)
+                        return
                     yield InferResult(_message({n: v for n, v in outputs.items() if n in asked.outputs})), None
             except Failure as failure:
-                if failure.lost is not None:
-                    nothing = grpc.aio.Metadata()
-                    raise grpc.aio.AioRpcError(failure.lost, nothing, nothing, failure.message) from None
-                coded = t.HANDLE_PARAMETER in asked.parameters
-                yield None, InferenceServerException(f"{failure.code}: " * coded + failure.message)
-        self._ended = True
+                if failure.lost is None:
+                    yield None, InferenceServerException(failure.message)
+                    return
+                nothing = grpc.aio.Metadata()
+                raise grpc.aio.AioRpcError(failure.lost, nothing, nothing, failure.message) from None
 
-    def cancel(self) -> bool:
-        if not self._ended:
-            self._client.cancelled.append(self._id)
-        return not self._ended
+    def _responses(self, asked: Asked) -> Iterator[Outputs]:
+        try:
+            yield from _responses(asked, self._client.script(asked), self._client.tokenizer)
+        except Failure as failure:
+            if not failure.code:
+                raise
+            yield _failed(failure)
+
+    async def _ended(self, stop: asyncio.Event) -> bool:
+        """Waits for the gate; True where the request was stopped meanwhile, or before."""
+        if self._client.gate is None:
+            return stop.is_set()
+        waits = [asyncio.create_task(self._client.gate.acquire()), asyncio.create_task(stop.wait())]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for each in waits:
+            each.cancel()
+        return stop.is_set()
 
 
 def _asked(request: dict[str, Any]) -> Asked:
@@ -193,6 +209,12 @@ def _rounds(asked: Asked, index: int, sample: Sample, tokenizer: Tokenizer) -> I
         }
         if stopped:
             return
+
+
+def _failed(failure: Failure) -> Outputs:
+    """How the model tells whoever gave a handle."""
+    figures: Outputs = {name: [0] for name in TENSORS} | {"output_ids": [], **_logprobs((), None)}
+    return figures | {"text_output": [f"{failure.code}: {failure.message}"], "finish_reason": ["error"]}
 
 
 def _logprobs(ids: Sequence[int], count: int | None) -> Outputs:

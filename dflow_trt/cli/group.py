@@ -15,6 +15,7 @@ COMMANDS = (
     "export:export_trtllm",
     "generate:generate",
     "inspect:inspect",
+    "package:package",
     "plan:plan",
     "profile:profile",
     "serve:serve",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,7 +108,7 @@ def profile(
     """
     if bundle is None and url is None:
         raise UserError("profile: nothing to profile; give a BUNDLE, or --url of a running server")
-    _load(output is not None)
+    _load(report=output is not None, remote=url is not None)
     if output is not None and output.exists() and not force:
         raise UserError(f"--output: {output} exists; choose another, or replace it with --force")
     undo_on_sigterm()
@@ -117,16 +118,16 @@ def profile(
     _check(result.profile)
 
 
-def _load(with_report: bool) -> None:
-    """The libraries of a profile; UserError where the extra is not installed."""
-    try:
-        with loading():
-            import pydantic  # noqa: F401
-
-            if with_report:
-                import matplotlib  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise UserError(f"profile: needs {error.name}; pip install 'dflow-trt[profile]'") from None
+def _load(report: bool = False, remote: bool = False) -> None:
+    """The libraries of a profile; UserError names the extra that has one which is not installed."""
+    wanted = {"pydantic": "profile"} | ({"matplotlib": "profile"} if report else {})
+    wanted |= {"httpx": "profile,serve", "tritonclient.grpc": "profile,serve"} if remote else {}
+    with loading():
+        for name, extra in wanted.items():
+            try:
+                import_module(name)
+            except ModuleNotFoundError as error:
+                raise UserError(f"profile: needs {error.name}; pip install 'dflow-trt[{extra}]'") from None
 
 
 def _measure(bundle: Path | None, url: str | None, given: dict[str, Any]) -> Result:
@@ -219,7 +220,7 @@ def _check(profile: Profile) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print the differences as JSON.")
 def diff(a: Path, b: Path, as_json: bool) -> None:
     """Say whether two profiles are comparable, and what changed from A to B (folders of --output, or their JSON)."""
-    _load(False)
+    _load()
     with loading():
         from dflow_trt import console
         from dflow_trt.profiling.diff import compare, show_difference

@@ -107,14 +107,16 @@ def _chart(name: str, title: str, caption: str, figure: Figure) -> Chart:
     buffer = io.StringIO()
     with mpl.rc_context({"svg.hashsalt": name}):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    return Chart(name, title, caption, _themed(buffer.getvalue(), title))
+    return Chart(name, title, caption, _themed(buffer.getvalue(), name, title))
 
 
-def _themed(svg: str, title: str) -> str:
+def _themed(svg: str, name: str, title: str) -> str:
     """The <svg> element alone: the page's colours and font in place of ours, sized by the page."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r' id="[a-z0-9]+(_[a-z0-9]+)*_\d+"', "", svg)  # the same in every plot, and named by nothing
+    used = set(re.findall(r"#([^\s\")]+)", svg))  # of the ids; the others name nothing, and are in every plot
+    svg = re.sub(r' id="([^"]+)"', lambda found: f' id="{name}-{found[1]}"' if found[1] in used else "", svg)
+    svg = re.sub(r'(xlink:href="#|url\(#)', rf"\g<1>{name}-", svg)
     svg = re.sub(r' (width|height)="[\d.]+pt"', "", svg, count=2)
     svg = re.sub(r"(font: [^;\"]*?px) [^;\"]*", r"\1 var(--font)", svg)
     for colour, variable in VARIABLES.items():

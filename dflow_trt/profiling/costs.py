@@ -96,14 +96,22 @@ class _Lane:
         samples: list[_Sample] = []
         start = time.perf_counter()
         for turn in range(MOST_ROUNDS + 1):
-            found = [self._round(k) for k in (drafts if turn % 2 else reversed(drafts))]
-            if None in found:
-                break
-            samples += [each for each in found if each is not None] if turn else []  # the first binds and allocates
-            if turn >= LEAST_ROUNDS and time.perf_counter() - start > LANE_SECONDS:
+            found = self._rounds(drafts[:: -1 if turn % 2 else 1])
+            samples += found if turn else []  # the first binds and allocates
+            if len(found) < len(drafts) or (turn >= LEAST_ROUNDS and time.perf_counter() - start > LANE_SECONDS):
                 break
         self._end()
         return samples
+
+    def _rounds(self, drafts: Sequence[int]) -> list[_Sample]:
+        """A round of each length, as far as the requests' contexts last."""
+        found: list[_Sample] = []
+        for length in drafts:
+            sample = self._round(length)
+            if sample is None:
+                break
+            found.append(sample)
+        return found
 
     def _round(self, drafts: int) -> _Sample | None:
         """One round of everything, prefills before it; None where a request was too near its end for it."""

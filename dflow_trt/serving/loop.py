@@ -178,9 +178,7 @@ class ServingLoop:
                 raise UserError(f"handle {job.handle!r} is in use; allowed: one that no other request has")
             room = self._max_queue + self._slots - len(self._running) - len(self._waiting)
             if len(job.open) > room:
-                raise QueueFull(
-                    f"the queue is full: {len(self._waiting)} wait, at most {self._max_queue} do; try later"
-                )
+                raise QueueFull(f"the queue is full, at most {self._max_queue} sequences wait; try later")
             for sample in job.open:
                 self._metrics.submitted(sample.request, job.task)
             self._jobs[job.handle] = job

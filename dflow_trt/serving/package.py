@@ -1,4 +1,4 @@
-"""A bundle as a Triton model repository: five models that a stock tritonserver with the Python backend loads.
+"""A bundle as a Triton model repository: four models that a stock tritonserver with the Python backend loads.
 
 The repository stands alone: the bundle lies inside (hard links where they can be, so that it takes no space), and the
 model.py files are those of ``triton_repo/``. Each config.pbtxt is written from :mod:`dflow_trt.serving.tensors`.
@@ -200,13 +200,12 @@ def _input(tensor: t.Tensor) -> dict[str, Any]:
 
 
 def _ensemble_steps() -> list[dict[str, Any]]:
-    """preprocessing -> dflow -> postprocessing. Figures go from dflow to the client directly."""
-    inner = {tensor.name: f"_{tensor.name}" for tensor in (*t.PREPROCESSING.outputs, t.TEXT_OUTPUT)}
-    return [
-        _step(t.PREPROCESSING, {}, inner),
-        _step(t.DFLOW, inner, inner),
-        _step(t.POSTPROCESSING, {t.COMPLETION.name: inner[t.TEXT_OUTPUT.name]}, {}),
-    ]
+    """preprocessing -> dflow, whose outputs are the ensemble's.
+
+    No step follows: tritonserver (2.51) runs none once it has got SIGTERM, and the streams in flight would hang.
+    """
+    inner = {tensor.name: f"_{tensor.name}" for tensor in t.PREPROCESSING.outputs}
+    return [_step(t.PREPROCESSING, {}, inner), _step(t.DFLOW, inner, {})]
 
 
 def _step(model: t.Model, inputs: Mapping[str, str], outputs: Mapping[str, str]) -> dict[str, Any]:

@@ -41,11 +41,12 @@ _TOKEN_VALUES: dict[t.Tensor, Callable[[Pick], Iterable[Any]]] = {
 
 
 def arrays(pieces: Sequence[Piece], names: Collection[str]) -> dict[str, Array]:
-    """The tensors of these names, [1, ...]."""
+    """The tensors of these names: [n] texts, [1, ...] of all else."""
     found: dict[str, Array] = {}
     for tensor in t.DFLOW.outputs:
         if tensor.name in names:
-            found[tensor.name] = np.array([_items(tensor, pieces)], DTYPES[tensor.type])
+            items: Array = np.array(_items(tensor, pieces), DTYPES[tensor.type])
+            found[tensor.name] = items if tensor is t.TEXT_OUTPUT else items[None]
     return found
 
 

@@ -99,13 +99,14 @@ async def _endpoint(
     )
     tokenizer = Tokenizer.from_folder(bundle.tokenizer_path) if bundle.tokenizer_path is not None else None
     async with InferenceServerClient(triton.grpc_address) as client, httpx.AsyncClient() as http:
-        endpoint = Endpoint(bundle, tokenizer, Backend(client, options.timeout), http, settings)
-        server = _web_server(build_app(endpoint))
+        backend = Backend(client, options.timeout)
+        server = _web_server(build_app(Endpoint(bundle, tokenizer, backend, http, settings)))
         watching = asyncio.create_task(_watch(triton, server))
         for line in _lines(bundle, name, triton, listener, options):
             say(line)
         _ignore_signals()
         await server.serve([listener])
+        await backend.settle()
         watching.cancel()
     if triton.exit_code is not None:
         raise UserError(f"tritonserver ended by itself with code {triton.exit_code}; its output above says why")

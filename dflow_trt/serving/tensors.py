@@ -2,7 +2,7 @@
 
 All models have ``max_batch_size: 1``: shapes are [1, ...] and requests are batched in flight, not by Triton. ``-1``
 is a dimension of any size. n is the number of sequences in a response: one in a stream, else
-``num_return_sequences``.
+``num_return_sequences``. ``text_output`` alone has the shape [n]: NVIDIA's clients read its element 0 as the text.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ FIGURES = (
     TOP_IDS,
     TOP_LOG_PROBS,
 )
-"""What the ensemble hands on from dflow as it is."""
+"""What dflow tells besides the text."""
 
 TASK_PARAMETER = "task"
 """Request parameter: a label of the metrics."""
@@ -154,10 +154,8 @@ HANDLE_PARAMETER = "handle"
 
 PREPROCESSING = Model("preprocessing", (TEXT_INPUT, EXCLUDE_INPUT), (INPUT_IDS, PREFIX), decoupled=False)
 DFLOW = Model("dflow", (INPUT_IDS, PREFIX, MAX_TOKENS, *OPTIONS), (TEXT_OUTPUT, *FIGURES), decoupled=True)
-COMPLETION = Tensor("completion", "STRING", "Texts of a response of dflow.", ANY, optional=False)
-POSTPROCESSING = Model("postprocessing", (COMPLETION,), (TEXT_OUTPUT,), decoupled=False)
 _FRONT_INPUTS = (TEXT_INPUT, MAX_TOKENS, EXCLUDE_INPUT, *OPTIONS)
 ENSEMBLE = Model("ensemble", _FRONT_INPUTS, (TEXT_OUTPUT, *FIGURES), decoupled=True)
 DFLOW_BLS = Model("dflow_bls", _FRONT_INPUTS, (TEXT_OUTPUT, *FIGURES), decoupled=True)
 
-MODELS = (PREPROCESSING, DFLOW, POSTPROCESSING, ENSEMBLE, DFLOW_BLS)
+MODELS = (PREPROCESSING, DFLOW, ENSEMBLE, DFLOW_BLS)

@@ -41,7 +41,7 @@ from dflow_trt.serving.responses import arrays, joined
 from dflow_trt.serving.series import TritonSink
 from dflow_trt.text import Tokenizer
 
-CODES = ("INVALID_ARG", "UNAVAILABLE", "INTERNAL")
+ERROR = "error"  # the finish_reason of a request that failed
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 WATCH_SECONDS = 0.01
 WATCH_SHARE = 10  # of the time a look at all clients takes: so long until the next, where that is more
@@ -66,12 +66,6 @@ def _error_response(code: str, message: str) -> Any:
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, getattr(pb_utils.TritonError, code)))
 
 
-def _passed_on(message: str) -> Any:
-    """The error response of dflow, see :class:`Channel`, or one of Triton itself."""
-    code, _, rest = message.partition(": ")
-    return _error_response(code, rest) if code in CODES else _error_response("INTERNAL", message)
-
-
 def _response(tensors: Mapping[str, Any]) -> Any:
     return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in tensors.items()])
 
@@ -85,6 +79,9 @@ def _parameters(request: Any) -> dict[str, Any]:
     return dict(json.loads(request.parameters() or "{}"))
 
 
+_NOTHING = Piece(0, "", (), 0, "cancelled", RequestStats(), 0)  # what a stop itself gets
+
+
 def _version_folder(args: Mapping[str, str]) -> Path:
     return Path(args["model_repository"]) / args["model_version"]
 
@@ -93,7 +90,8 @@ class Channel:
     """The way back to one client of a decoupled model.
 
     Asking whether the client is gone after the final response was sent crashes tritonserver (2.51), hence the lock.
-    inner: the client is dflow_bls. Triton gives a model the message of another's error, not its code: it goes in front.
+    inner: the client is dflow_bls. An error that follows other responses never reaches a model, and one that does loses
+    its code; so it gets a last response whose finish_reason is error, and whose text is the code and the message.
     """
 
     def __init__(self, request: Any, inner: bool = False) -> None:
@@ -116,7 +114,11 @@ class Channel:
     def fail(self, error: Exception) -> None:
         """End it with an error."""
         code, message = _code(error), _message(error)
-        self.send(_error_response(code, f"{code}: {message}" if self._inner else message), final=True)
+        if self._inner:
+            piece = dataclasses.replace(_NOTHING, text=f"{code}: {message}", finish_reason=ERROR)
+            self.send(_response(arrays([piece], self.names)), final=True)
+        else:
+            self.send(_error_response(code, message), final=True)
 
     def is_gone(self) -> bool:
         """Whether the client cancelled or went away."""
@@ -162,34 +164,23 @@ class Watcher:
                 self._wake.set()
 
 
-# -- preprocessing, postprocessing -------------------------------------------------------------------------------------
+# -- preprocessing ----------------------------------------------------------------------------------------------------
 
 
-class _TextModel:
-    """A model that answers each request at once."""
+class PreprocessingModel:
+    """Text in; token ids out, and what is to come before the answer."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        self._tokenizer = Tokenizer.from_folder(_version_folder(args) / TOKENIZER_DIR)
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         return [self._respond(request) for request in requests]
 
     def _respond(self, request: Any) -> Any:
         try:
-            return _response(self.answer(_values(request)))
+            return _response(encoded(self._tokenizer, _values(request)))
         except Exception as error:
             return _error_response(_code(error), _message(error))
-
-    def answer(self, values: Values) -> dict[str, Any]:
-        """The output tensors for these inputs."""
-        raise NotImplementedError
-
-
-class PreprocessingModel(_TextModel):
-    """Text in; token ids out, and what is to come before the answer."""
-
-    def initialize(self, args: Mapping[str, str]) -> None:
-        self._tokenizer = Tokenizer.from_folder(_version_folder(args) / TOKENIZER_DIR)
-
-    def answer(self, values: Values) -> dict[str, Any]:
-        return encoded(self._tokenizer, values)
 
 
 def encoded(tokenizer: Tokenizer, values: Values) -> dict[str, Any]:
@@ -200,16 +191,6 @@ def encoded(tokenizer: Tokenizer, values: Values) -> dict[str, Any]:
         t.INPUT_IDS.name: np.array([tokenizer.encode(text)], np.int32),
         t.PREFIX.name: np.array([[prefix.encode()]], np.object_),
     }
-
-
-class PostprocessingModel(_TextModel):
-    """The texts of a response in NVIDIA's shape, [n]: its clients read the first element as the text."""
-
-    def initialize(self, args: Mapping[str, str]) -> None:
-        pass
-
-    def answer(self, values: Values) -> dict[str, Any]:
-        return {t.TEXT_OUTPUT.name: values[t.COMPLETION.name].reshape(-1)}
 
 
 # -- dflow -------------------------------------------------------------------------------------------------------------
@@ -281,6 +262,7 @@ class DflowModel:
     def _open_metrics(self, options: PackageOptions) -> ServingMetrics:
         metrics = ServingMetrics(TritonSink(pb_utils), self._bundle.verify_rows - 1)
         metrics.capacity(Capacity.of(self._bundle, self._bundle.build.max_batch_size, options.max_queue))
+        metrics.flush()  # so that no reader finds none
         metrics.start()
         return metrics
 
@@ -298,7 +280,7 @@ class DflowModel:
         values = _values(request)
         if one(values, t.STOP):
             self._stop(request.request_id(), parameters.get(t.HANDLE_PARAMETER))
-            channel.send(_response(arrays([_STOPPED], channel.names)), final=True)
+            channel.send(_response(arrays([_NOTHING], channel.names)), final=True)
             return
         strategy = None
         try:
@@ -388,9 +370,6 @@ class DflowModel:
         self._runtime.close()
 
 
-_STOPPED = Piece(0, "", (), 0, "cancelled", RequestStats(), 0)  # what a stop itself gets
-
-
 def _refusal(error: UserError) -> str:
     """The outcome that metrics count."""
     kinds = {QueueFull: "queue_full", Unavailable: "unavailable"}
@@ -433,15 +412,19 @@ class DflowBlsModel:
         own = {tensor.name for tensor in t.PREPROCESSING.inputs}
         inputs = {name: array for name, array in values.items() if name not in own} | encoded(self._tokenizer, values)
         left = 1 if stop else one(values, t.NUM_SEQUENCES) or 1
-        names = channel.names | {t.FINISH_REASON.name}
+        names = channel.names | {t.FINISH_REASON.name, t.TEXT_OUTPUT.name}
         for response in _ask_dflow(inputs, names, request.request_id(), parameters):
             if response.has_error():
-                channel.send(_passed_on(response.error().message()), final=True)
-            elif given := {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}:
-                left -= sum(map(bool, given[t.FINISH_REASON.name].reshape(-1)))
-                if t.TEXT_OUTPUT.name in given:
-                    given[t.TEXT_OUTPUT.name] = given[t.TEXT_OUTPUT.name].reshape(-1)
-                channel.send(_response({name: given[name] for name in channel.names}), final=left <= 0)
+                raise Unavailable(f"{t.DFLOW.name}: {response.error().message()}")
+            given = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
+            if not given:
+                continue
+            reasons = given[t.FINISH_REASON.name].reshape(-1)
+            if ERROR.encode() in reasons:
+                code, _, message = given[t.TEXT_OUTPUT.name][0].decode().partition(": ")
+                channel.send(_error_response(code, message), final=True)
+            left -= sum(map(bool, reasons))
+            channel.send(_response({name: given[name] for name in channel.names}), final=left <= 0)
 
     def _stop(self, handle: str) -> None:
         """The client of this request is gone."""

@@ -160,7 +160,7 @@ def server() -> Iterator[Server]:
 def page(chromium: webdriver.Chrome, server: Server) -> Page:
     server.failure = None
     server.triton.asked.clear()
-    server.triton.cancelled.clear()
+    server.triton.stopped.clear()
     return Page(chromium, server.url).ready()
 
 
@@ -195,7 +195,7 @@ def test_figures_live_and_the_stop_button(page: Page, server: Server) -> None:
     page["stop"].click()
     page.answered()
     assert "stopped" in page.texts(".figures")[0]
-    page.until(lambda: len(server.triton.cancelled) == 1, "the model was told")
+    page.until(lambda: len(server.triton.stopped) == 1, "the model was told")
     assert page["send"].is_displayed()
 
 

@@ -42,7 +42,7 @@ LAYERS: list[dict[str, set[str]]] = [
         "build": set(),
         "api": set(),
         "serving": {"api", "prompts"},
-        "profiling": {"api", "prompts"},
+        "profiling": {"example", "serving"},
         "prompts": set(),
         "example": set(),
         "plan": {"build"},
@@ -77,13 +77,14 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     "tensorrt_rtx": ("compile/tensorrt", "runtime/trt"),
     "tensorrt_llm": (),
     "triton_python_backend_utils": ("serving/triton",),
-    "tritonclient": ("serving/openai/backend", "serving/serve"),
+    "tritonclient": ("serving/openai/backend", "serving/serve", "profiling/remote/triton"),
     "grpc": ("serving/openai/backend",),
     "pydantic": ("serving/openai/protocol", "profiling/", "cli/profile"),
     "starlette": ("serving/openai/app", "serving/serve"),
     "uvicorn": ("serving/serve",),
-    "httpx": ("serving/openai/app", "serving/serve"),
-    "onnxruntime": ("compile/onnxruntime", "runtime/ort", "selfcheck"),
+    "httpx": ("serving/openai/app", "serving/serve", "profiling/remote/openai"),
+    "matplotlib": ("profiling/charts", "cli/profile"),
+    "onnxruntime": ("compile/onnxruntime", "runtime/ort", "selfcheck", "profiling/probes"),
 }
 # What generating from a bundle never needs, directly or through others.
 SERVE_SIDE = "api"

@@ -108,7 +108,7 @@ def test_a_completion() -> None:
 
     triton = served(test)
     assert triton.asked[0].value("stream") is False
-    assert triton.cancelled == []
+    assert triton.stopped == []
 
 
 def test_a_chat_with_samples() -> None:
@@ -212,7 +212,7 @@ FAILURES = {
     "late in the queue": (("UNAVAILABLE", "timed out in the queue; try later, or allow more time"), 504, None),
     "stopping": (("UNAVAILABLE", "the server is stopping; send the request to another"), 503, None),
     "broken": (("INTERNAL", "the engine failed (x); the request may be sent again"), 500, None),
-    "not from the model": (("Stub process", "is not healthy"), 500, None),
+    "the model is gone": (("", "Stub process 'dflow_0_0' is not healthy."), 503, None),
     "gone": (("", "failed to connect to all addresses", LOST.UNAVAILABLE), 503, None),
     "late": (("", "Deadline Exceeded", LOST.DEADLINE_EXCEEDED), 504, None),
 }
@@ -230,10 +230,10 @@ def test_what_the_model_says_becomes_a_status(case: str, stream: bool) -> None:
         assert (error["code"] == "context_length_exceeded") == (case == "too long")
 
     triton = served(test, failing(*failure))
-    assert len(triton.cancelled) == (case in ("gone", "late")), "what has ended is not cancelled"
+    assert triton.stopped == [], "what has ended is not ended again"
 
 
-@pytest.mark.parametrize(("reason", "status"), [("timeout", 504), ("cancelled", 503), ("error", 500)])
+@pytest.mark.parametrize(("reason", "status"), [("timeout", 504), ("cancelled", 503)])
 def test_a_sample_that_did_not_end_by_itself_is_no_answer(reason: str, status: int) -> None:
     async def test(server: Served) -> None:
         error_of(await server.post("completions", prompt="1"), status)
@@ -253,7 +253,7 @@ def test_one_failing_prompt_ends_the_others() -> None:
     async def test(server: Served) -> None:
         server.triton.gate = asyncio.Semaphore(0)
         error_of(await server.post("completions", prompt=[[20], [21], [22]]), 400)
-        await _settled(lambda: len(server.triton.cancelled) == 3)
+        await _settled(lambda: len(server.triton.stopped) == 2)  # the others
 
     served(test, script)
 
@@ -463,7 +463,7 @@ def test_a_client_that_leaves_before_the_first_token_frees_the_model(stream: boo
         leave.set()
         sent = await asking
         assert sent[0]["status"] == 499
-        await _settled(lambda: len(server.triton.cancelled) == 2)
+        await _settled(lambda: len(server.triton.stopped) == 2)
 
     served(test)
 
@@ -478,6 +478,6 @@ def test_a_client_that_leaves_a_stream_frees_the_model() -> None:
         sent = await asking
         assert sent[0]["status"] == 200
         assert sum(b"data: {" in message.get("body", b"") for message in sent) <= 3
-        await _settled(lambda: len(server.triton.cancelled) == 1)
+        await _settled(lambda: len(server.triton.stopped) == 1)
 
     served(test, lambda asked: [Sample([20] * 10_000, [0] * 9_999)])

@@ -222,7 +222,8 @@ def test_every_point_has_every_turn_in_both_orders() -> None:
     assert set(counts.values()) == {1}
     pairs = [(a.point.strategy, b.point.strategy) for a, b in zip(turns[::2], turns[1::2], strict=True)]
     assert Counter(pairs) == {("ar", "dflow"): 4, ("dflow", "ar"): 4}
-    assert all((a.repetition, a.number, a.seed) == (b.repetition, b.number, b.seed) for a, b in zip(turns[::2], turns[1::2], strict=True))  # fmt: skip
+    for a, b in zip(turns[::2], turns[1::2], strict=True):
+        assert (a.repetition, a.number, a.seed, a.asked) == (b.repetition, b.number, b.seed, b.asked)
     assert len(list(warmup_turns(made, options))) == 4
 
 

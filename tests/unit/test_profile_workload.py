@@ -104,7 +104,7 @@ def test_a_line_that_cannot_be_read_is_named(tmp_path: Path, line: Any, fault: s
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="p.jsonl: No such file"):
+    with pytest.raises(UserError, match=r"p\.jsonl: No such file"):
         read_workload(tmp_path / "p.jsonl")
     with pytest.raises(UserError, match="holds no prompt"):
         workload(tmp_path, " ", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import subprocess
 import sys
@@ -12,7 +13,8 @@ import pytest
 from fakegpu.behaviour import CHECKS
 from fakegpu.signatures import CUDA, RECORDED
 
-from dflow_trt.runtime.cuda import CudaError, DeviceMemory, PinnedMemory, Stream
+from dflow_trt.errors import UserError
+from dflow_trt.runtime.cuda import CudaError, DeviceMemory, PinnedMemory, Stream, current_device
 
 
 @pytest.fixture
@@ -88,3 +90,12 @@ def test_the_fake_offers_no_call_that_the_real_bindings_lack(gpu: fakegpu.Gpu) -
     recorded = RECORDED[CUDA]
     assert names <= {*recorded["calls"], *recorded["enums"], *recorded["numbers"], "cudaMemcpy3DParms"}
     assert {*recorded["calls"]} <= names, "and it lacks none that is recorded"
+
+
+def test_the_fake_is_forgotten_with_its_test() -> None:
+    """What is found of CUDA is kept for good: a fake that stayed would be taken for a GPU by the next test."""
+    with pytest.MonkeyPatch.context() as patch:
+        fakegpu.install(patch, fakegpu.Gpu())
+        assert current_device().name == "Fake RTX"
+    with contextlib.suppress(UserError):  # there is no GPU
+        assert current_device().name != "Fake RTX"

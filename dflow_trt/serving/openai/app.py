@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import hmac
 import json
@@ -78,17 +77,18 @@ class Generation:
     """The jobs of one request, all at once, their updates merged as they come. :meth:`cancel` it if nobody reads on."""
 
     def __init__(self, backend: Backend, request_id: str, jobs: Sequence[Job]) -> None:
+        self._backend = backend
         self._merged: asyncio.Queue[tuple[int, Update] | ApiError | None] = asyncio.Queue()
-        self._tasks = [
-            asyncio.create_task(self._pump(backend, f"{request_id}-{i}", i, job)) for i, job in enumerate(jobs)
-        ]
+        self._tasks = {
+            f"{request_id}-{i}": asyncio.create_task(self._pump(f"{request_id}-{i}", i, job))
+            for i, job in enumerate(jobs)
+        }
 
-    async def _pump(self, backend: Backend, request_id: str, index: int, job: Job) -> None:
+    async def _pump(self, request_id: str, index: int, job: Job) -> None:
         end: ApiError | None = None
         try:
-            async with contextlib.aclosing(backend.run(request_id, job)) as updates:
-                async for update in updates:
-                    self._merged.put_nowait((index, update))
+            async for update in self._backend.run(request_id, job):
+                self._merged.put_nowait((index, update))
         except ApiError as error:
             end = error
         except Exception:
@@ -109,9 +109,10 @@ class Generation:
                 yield item
 
     def cancel(self) -> None:
-        """End what still runs; Triton hears of it at once."""
-        for task in self._tasks:
-            task.cancel()
+        """End what still runs; the model hears of it at once."""
+        for request_id, task in self._tasks.items():
+            if not task.done():
+                self._backend.end(request_id, task)
 
 
 class EventStream(StreamingResponse):

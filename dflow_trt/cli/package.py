@@ -1,0 +1,52 @@
+"""``dflow-trt package``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dflow_trt.cli.common import FOLDER, POSITIVE, print_json
+from dflow_trt.cli.interrupts import loading, undo_on_sigterm
+from dflow_trt.spec import DRAFT_POLICIES
+
+
+@click.command()
+@click.argument("bundle", type=FOLDER)
+@click.option("--output", type=FOLDER, required=True, help="Folder of the model repository.")
+@click.option("--max-queue", type=click.IntRange(0), default=128, show_default=True, help="Sequences that may wait.")
+@click.option("--timeout", type=float, help="Seconds a request may take, waiting included. [default: no limit]")
+@click.option(
+    "--draft-policy",
+    type=click.Choice(DRAFT_POLICIES),
+    default="fixed",
+    show_default=True,
+    help="adaptive: draft less where drafts do not pay. The text stays the same.",
+)
+@click.option("--strategy", help="Of requests that name none. [default: the bundle's best]")
+@click.option(
+    "--strategy-share",
+    "shares",
+    multiple=True,
+    metavar="NAME=SHARE",
+    help="Give this share of them to another strategy, e.g. dflow=0.05; repeatable.",
+)
+@click.option("--threads", type=POSITIVE, help="CPU threads of the model. [default: all cores]")
+@click.option("--force", is_flag=True, help="Replace an existing folder.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
+def package(bundle: Path, output: Path, shares: Sequence[str], force: bool, as_json: bool, **options: Any) -> None:
+    """Write a bundle as a Triton model repository, which a stock tritonserver loads."""
+    with loading():
+        from dflow_trt.serving.package import PackageOptions, package_bundle, read_share
+
+    undo_on_sigterm()
+    chosen = PackageOptions(shares=dict(map(read_share, shares)), **options)
+    made = package_bundle(bundle, output, chosen, force)
+    if as_json:
+        print_json(dataclasses.asdict(made))
+        return
+    click.echo(f"{made.path}: {', '.join(made.models)}")
+    click.echo(f"try: tritonserver --model-repository={made.path}")
