@@ -63,7 +63,7 @@ Script = Callable[[Asked], Sequence[Sample]]
 
 @dataclass
 class FakeTriton:
-    """The client. ``gate``: each response takes one of it. ``asked``, ``stopped``: ids of what it was asked, and ended."""
+    """The client. gate: each response but a failure takes one. asked, stopped: what it was asked, and what it ended."""
 
     tokenizer: Tokenizer
     script: Script
@@ -101,7 +101,7 @@ class FakeCall:
             stop = self._client.stops.setdefault(asked.parameters["handle"], asyncio.Event())
             try:
                 for outputs in self._responses(asked):
-                    if await self._ended(stop):
+                    if outputs["finish_reason"] != ["error"] and await self._ended(stop):
                         self._client.stopped.append(asked.id)
                         return
                     yield InferResult(_message({n: v for n, v in outputs.items() if n in asked.outputs})), None
@@ -143,7 +143,7 @@ def _asked(request: dict[str, Any]) -> Asked:
         inputs[each.name()] = _values(each.datatype(), each._get_content())
     outputs = frozenset(each.name() for each in request["outputs"])
     assert outputs <= TENSORS.keys()
-    return Asked(request["request_id"], inputs, outputs, request["parameters"] or {})
+    return Asked(request.get("request_id", ""), inputs, outputs, request["parameters"] or {})
 
 
 def _values(kind: str, content: bytes) -> list[Any]:

@@ -87,10 +87,9 @@ def report(profile: Profile) -> str:
 
 
 def _subtitle(profile: Profile) -> str:
-    settings = profile.settings
-    asked = ", ".join(f"{each.prompts} prompts of {each.source}" for each in settings.workload)
-    where = f"{profile.machine.cpu}" + (f", {settings.threads} threads" if settings.threads else "")
-    return f"{profile.created[:10]} on {where}. {asked}; at most {settings.max_tokens} tokens each."
+    where = f"{profile.machine.cpu}{words.threads(profile.settings)}"
+    often = f"{profile.settings.repetitions} repetitions"
+    return f"{profile.created[:10]} on {where}. {often} of {words.asked(profile.settings)}."
 
 
 # -- first -------------------------------------------------------------------------------------------------------------
@@ -135,7 +134,7 @@ def _of(result: PointResult, cells: Iterable[str]) -> list[str]:
 
 def _speed(results: Sequence[PointResult]) -> Table:
     good = any(result.goodput for result in results)
-    names = ["tau", "kept", "wasted", "tokens/s", "decode tokens/s", "over ar", "95 %", "by CPU time"]
+    names = ["tau", "kept", "wasted", "tok/s", "decode tok/s", "over ar", "95 %", "by CPU time"]
     rows = [_of(result, _speed_cells(result, good)) for result in results]
     note = "tau: tokens a round; kept: accepted drafts among them; wasted: of the drafts that were verified. "
     note += "Decode: steps in which every request decodes. 95 %: the interval of the speed-up, from paired turns."
@@ -175,7 +174,7 @@ def _advice(found: Sequence[Advice]) -> Table:
         rows.append(
             [words.where(each), each.strategy, use, words.times(best.predicted if best else None), needs, rate, gives]
         )
-    columns = [Column("load", True), Column("strategy", True), Column("use", True, long=True)]
+    columns = [Column("load", True), Column("strategy", True), Column("use", True)]
     names = ("predicted", "pays from tau", "or from a chance of", "tau here")
     note = "Of decoding alone. A full block pays from so many tokens a round on, or where each draft has this chance."
     return Table([*columns, *(Column(name) for name in names)], rows, note)

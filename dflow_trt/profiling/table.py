@@ -11,35 +11,45 @@ from rich.table import Column, Table
 
 from dflow_trt.memory import show_bytes
 from dflow_trt.profiling import words
-from dflow_trt.profiling.record import PAPER_RELAY_SHARE, Cost, Memory, PointResult, Profile, Roofline, ServerCheck
+from dflow_trt.profiling.record import (
+    PAPER_RELAY_SHARE,
+    Advice,
+    Cost,
+    Memory,
+    PointResult,
+    Profile,
+    Roofline,
+    ServerCheck,
+)
 
 
 def show_profile(profile: Profile, out: Console) -> None:
     """Tables, then what follows from them, a line each."""
     out.print(f"[bold]{escape(words.title(profile))}[/]", soft_wrap=True)
     out.print(_setting(profile), soft_wrap=True, style="dim")
-    out.print(_speed_table(profile.results), _latency_table(profile.results))
+    out.print(_speed_table(profile.results, profile.cost), _latency_table(profile.results))
     if any(result.stages for result in profile.results):
         out.print(_stage_table(profile.results))
+    if profile.advice:
+        out.print(_advice_table(profile.advice))
     for line in _lines(profile):
         out.print(line, soft_wrap=True)
 
 
 def _setting(profile: Profile) -> str:
     settings = profile.settings
-    what = ", ".join(f"{each.prompts} prompts of {each.source}" for each in settings.workload)
-    threads = f", {settings.threads} threads" if settings.threads else ""
     often = f"{settings.repetitions} repetitions, {settings.warmup} warm-up turns"
-    return f"{what}; at most {settings.max_tokens} tokens each, seed {settings.seed}{threads}; {often}"
+    return f"{words.asked(settings)}, seed {settings.seed}{words.threads(settings)}; {often}"
 
 
 def _right(names: Sequence[str]) -> Iterator[Column]:
     return (Column(name, justify="right", no_wrap=True) for name in names)
 
 
-def _speed_table(results: Sequence[PointResult]) -> Table:
-    names = ("tau", "kept", "wasted", "tok/s", "decode tok/s", "over ar", "95 %", "good", "same")
+def _speed_table(results: Sequence[PointResult], cost: Cost | None) -> Table:
+    names = ("tau", "kept", "wasted", "tok/s", "decode tok/s", "over ar", "95 %", "good", "a million", "same")
     table = Table("load", "strategy", *_right(names), box=box.SIMPLE_HEAD)
+    prices = {row.point: row.per_million for row in cost.rows} if cost is not None else {}
     for result in results:
         total, speed = result.total, result.throughput
         table.add_row(
@@ -53,6 +63,7 @@ def _speed_table(results: Sequence[PointResult]) -> Table:
             words.times(result.speedup.wall.value if result.speedup else None),
             words.span(result.speedup.wall if result.speedup else None),
             words.percent(result.goodput.share if result.goodput else None),
+            words.number(prices.get(result.point)),
             f"{result.same}/{result.compared}",
         )
     return table
@@ -67,16 +78,9 @@ def _latency_table(results: Sequence[PointResult]) -> Table:
             words.percentile(each, which) for each in (found.ttft, found.tpot, found.itl) for which in (50, 95, 99)
         ]
         table.add_row(result.point.load, result.point.label, *cells, words.percentile(found.round_gap, 99))
-    if any(words.TOO_FEW in column.cells for column in map(_Cells, table.columns)):
+    if any(words.TOO_FEW in column.cells for column in table.columns):
         table.caption = words.sample_rule()
     return table
-
-
-class _Cells:
-    """The texts of a column."""
-
-    def __init__(self, column: Column) -> None:
-        self.cells = list(column.cells)
 
 
 def _stage_table(results: Sequence[PointResult]) -> Table:
@@ -94,9 +98,17 @@ def _stage_table(results: Sequence[PointResult]) -> Table:
     return table
 
 
+def _advice_table(found: Sequence[Advice]) -> Table:
+    columns = _right(("predicted", "pays from tau", "tau here"))
+    table = Table("load", "strategy", "use", *columns, title="drafts to verify", box=box.SIMPLE_HEAD)
+    for each in found:
+        predicted = each.forecasts[each.best_drafts - 1].predicted if each.best_drafts else None
+        needs, gives = words.number(each.break_even), words.number(each.forecasts[-1].tau_emitted)
+        table.add_row(words.where(each), each.strategy, words.choice(each), words.times(predicted), needs, gives)
+    return table
+
+
 def _lines(profile: Profile) -> Iterator[str]:
-    for advice in profile.advice:
-        yield f"use       {words.advice(advice)}"
     if profile.roofline is not None:
         yield from _roof_lines(profile.roofline)
     if profile.memory is not None:
@@ -116,10 +128,9 @@ def _roof_lines(found: Roofline) -> Iterator[str]:
     forms = ", ".join(f"{form} {value / 1e9:.0f} Gop/s" for form, value in roof.operations.items())
     memory = f"{roof.working_set_bandwidth / 1e9:.1f} GB/s from {show_bytes(roof.working_set)}"
     yield f"roof      {memory}, {roof.memory_bandwidth / 1e9:.1f} GB/s from main memory, {forms}"
-    for each in found.passes:
-        what = f"{each.strategy} {each.stage}, {each.batch} at once"
-        least = f"{each.roof:.3f} ms by {each.bound} of {each.milliseconds:.3f} ms"
-        yield f"          {what}: {words.percent(each.fraction)} of the roof ({least})"
+    for stage in dict.fromkeys(each.stage for each in found.passes):
+        reached = [each.fraction for each in found.passes if each.stage == stage]
+        yield f"          {stage} passes reach {100 * min(reached):.0f} to {100 * max(reached):.0f} % of it"
 
 
 def _memory_line(found: Memory) -> str:
@@ -132,16 +143,17 @@ def _memory_line(found: Memory) -> str:
 
 
 def _cost_lines(found: Cost) -> Iterator[str]:
-    for row in found.rows:
-        line = f"cost      {row.point.label}, {row.point.load}: {words.number(row.per_million)} a million output tokens"
-        if row.busy_share is not None:
-            busy = (
-                "never as cheap as"
-                if row.busy_share > 1
-                else f"busy {words.percent(row.busy_share)} of the time equals"
-            )
-            line += f"; {busy} the hosted price of {found.hosted_price:g}"
-        yield line
+    """The cheapest point; the others are in the table."""
+    known = [row for row in found.rows if row.per_million is not None]
+    row = min(known, key=lambda row: row.per_million or 0.0, default=None)
+    if row is None:
+        return
+    where = f"{row.point.label}, {row.point.load}"
+    line = f"cost      least: {words.number(row.per_million)} a million output tokens, {where}"
+    if row.busy_share is not None:
+        busy = "never equals" if row.busy_share > 1 else f"busy {words.percent(row.busy_share)} of the time equals"
+        line += f"; {busy} the hosted price of {found.hosted_price:g}"
+    yield line
 
 
 def _server_lines(found: ServerCheck) -> Iterator[str]:

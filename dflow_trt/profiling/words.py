@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dflow_trt.profiling.metrics import needed
-from dflow_trt.profiling.record import PERCENTILES, Advice, Distribution, Interval, Lossless, Profile
+from dflow_trt.profiling.record import PERCENTILES, Advice, Distribution, Interval, Lossless, Profile, Settings
 
 NOTHING = "-"
 TOO_FEW = "too few"
@@ -69,14 +69,6 @@ def lossless(found: Lossless) -> str:
     return f"{found.compared - found.same} of {found.compared} sequences differ from ar's; the first: {found.first}"
 
 
-def advice(found: Advice) -> str:
-    """What to use, and why."""
-    full = found.forecasts[-1]
-    worth = f"a full block pays from {found.break_even:.2f} tokens a round on and gives {full.tau_emitted:.2f}"
-    gain = f", {found.forecasts[found.best_drafts - 1].predicted:.2f}x predicted" if found.best_drafts else ""
-    return f"{found.strategy}, {where(found)}: {choice(found)}{gain}; {worth}"
-
-
 def where(found: Advice) -> str:
     """The load that advice is for."""
     parts = [f"{found.batch} at once", *([f"T={found.temperature:g}"] if found.temperature else [])]
@@ -90,6 +82,20 @@ def choice(found: Advice) -> str:
     if found.best_drafts == len(found.forecasts):
         return f"all {found.best_drafts} drafts (blocks of {found.best_drafts + 1})"
     return f"--draft-tokens {found.best_drafts} (blocks of {found.best_drafts + 1})"
+
+
+def asked(settings: Settings) -> str:
+    """The requests of a repetition."""
+    counts = sorted(set(settings.requests.values()))
+    number = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    sources = ", ".join(each.source for each in settings.workload)
+    return f"{number} requests of {sources}, at most {settings.max_tokens} tokens each"
+
+
+def threads(settings: Settings) -> str:
+    """Behind something else."""
+    count = settings.threads
+    return "" if count is None else f", {count} thread{'s' if count > 1 else ''}"
 
 
 def title(profile: Profile) -> str:

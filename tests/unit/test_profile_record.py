@@ -193,8 +193,9 @@ def test_the_table_says_what_is_wrong() -> None:
 def test_prices_in_the_table() -> None:
     record = made()
     text = shown(record.model_copy(update={"cost": cost(record.results, 0.0018, 1.0)}))
-    assert "dflow, 1 at once: 0.10 a million output tokens; busy 10 % of the time equals the hosted price of 1" in text
-    assert "ar, 1 at once: 0.50 a million output tokens; busy 50 %" in text
+    least = "least: 0.10 a million output tokens, dflow, 1 at once; busy 10 % of the time equals the hosted price of 1"
+    assert least in text
+    assert next(line for line in text.split("\n") if "at once   ar" in line).split()[-2:] == ["0.50", "7/7"]
 
 
 def test_nothing_to_show_is_shown_as_nothing() -> None:
