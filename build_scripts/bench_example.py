@@ -1,39 +1,37 @@
 """The example pair, end to end: our strategies against transformers' generate and the ``dflash`` package.
 
-Greedy, the same prompts and max_tokens, whole generations (prefill and text handling included).
+A profile (:mod:`dflow_trt.profiling`) in which the peers take turns with our strategies: greedy, the same prompts and
+max_tokens, whole generations from token ids to token ids.
 """
 
 from __future__ import annotations
 
 import random
-import statistics
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench_common import (
-    Goal,
-    Spent,
-    check_equal,
-    check_near_ties,
-    paired_ratio,
-    print_table,
-    rotated,
-    timed,
-)
+from bench_common import Disagreement, Goal, check_near_ties, print_table
 
-from dflow_trt.api import LLM
 from dflow_trt.build import BuildOptions, DrafterSource, build_bundle
 from dflow_trt.bundle import Bundle
-from dflow_trt.errors import UserError
 from dflow_trt.method.sampling import SamplingParams
-from dflow_trt.prompts import read_prompts
+from dflow_trt.profiling import metrics
+from dflow_trt.profiling.measure import Asked, LocalDriver, Run, Tick, Trace
+from dflow_trt.profiling.points import Family, Options
+from dflow_trt.profiling.record import Interval, Point, PointResult
+from dflow_trt.profiling.run import Session, encode, tokenizer_of
+from dflow_trt.profiling.workload import Vocabulary, Workload, random_workload, read_workload, takes_chats
+from dflow_trt.runtime.ort import OrtRuntime
 from dflow_trt.spec import AUTOREGRESSIVE
 
 BATCHES = (1, 8)
 TRANSFORMERS, PACKAGE = "transformers", "dflash package"
-Tokens = list[tuple[int, ...]]
+RANDOM_LENGTHS = (16, 48)  # of prompts, for a pair without any
+Answers = list[tuple[list[int], list[int]]]
+"""Token ids of each prompt, and the tokens of each of its rounds where there are rounds."""
 
 
 @dataclass(frozen=True)
@@ -48,94 +46,99 @@ class ExampleOptions:
     threads: int
 
 
-@dataclass
-class Contender:
-    """One way to generate for all prompts; ``run`` gives token ids, and (accepted, emitted, rounds) or None."""
-
-    name: str
-    batch: int
-    run: Callable[[], tuple[Tokens, tuple[int, int, int] | None]]
-    tokens: Tokens = field(default_factory=list)
-    counts: tuple[int, int, int] | None = None
-    spent: list[Spent] = field(default_factory=list)
-
-    def measure(self) -> None:
-        """One repetition; a run that does not repeat itself is an error."""
-        (tokens, self.counts), spent = timed(self.run)
-        if self.spent:
-            check_equal(f"{self.name} repeated", self.tokens, tokens)
-        self.tokens = tokens
-        self.spent.append(spent)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(map(len, self.tokens))
-
-    def per_token(self, clock: str) -> list[float]:
-        """Seconds a token, one figure a repetition."""
-        return [getattr(spent, clock) / self.num_tokens for spent in self.spent]
-
-
 def run_example(options: ExampleOptions) -> tuple[dict[str, Any], list[Goal]]:
     """Measure and print; figures and goals come back. Raises Disagreement."""
     bundle = _build(options)
-    settings = {"threads": options.threads, "verify": False, "prefix_reuse": False}
-    llms = {batch: LLM(bundle, max_batch_size=batch, **settings) for batch in BATCHES}
-    prompts = _prompt_ids(options, llms[1])
+    runtime = OrtRuntime(bundle, options.threads, max(BATCHES))
     peers = _Peers(options, bundle)
-    contenders = [*_ours(bundle, llms, prompts, options.max_tokens), *peers.contenders(prompts)]
-    _interleave(contenders, options.repetitions)
-    for llm in llms.values():
-        llm.close()
-    agreement = _check(contenders, peers, prompts)
-    figures = _figures(contenders, options, agreement)
+    profiled = Options(max_tokens=options.max_tokens, repetitions=options.repetitions)
+    families = [_family(bundle, batch, _asked(options, bundle), peers) for batch in BATCHES]
+    session = Session(_Turns(LocalDriver(bundle, runtime, max(BATCHES)), peers), families, profiled, _Silent())
+    session.measure()
+    runtime.close()
+    agreement = {_label(each.point): _agreement(session, each, peers) for each in session.results()}
+    figures = _figures(session, options, agreement)
     _print(figures)
-    return figures, _goals(contenders, options)
+    return figures, _goals(session, options)
+
+
+class _Silent:
+    """Nobody watches."""
+
+    def begin(self, turns: int) -> None: ...
+
+    def turn(self, point: Point) -> None: ...
+
+    def note(self, line: str) -> None: ...
 
 
 def _build(options: ExampleOptions) -> Bundle:
     drafters = [DrafterSource(options.pair / name) for name in ("dflash", "dflow") if (options.pair / name).is_dir()]
     return build_bundle(
-        options.pair / "target", drafters, options.work / "example-bundle", BuildOptions(max_batch_size=8), force=True
+        options.pair / "target",
+        drafters,
+        options.work / "example-bundle",
+        BuildOptions(max_batch_size=max(BATCHES)),
+        force=True,
     )
 
 
-def _prompt_ids(options: ExampleOptions, llm: LLM) -> list[list[int]]:
-    """The first prompts of prompts.jsonl as chats, in token ids; random ids where the pair has none."""
+def _workload(options: ExampleOptions, bundle: Bundle) -> Workload:
+    """The first prompts of prompts.jsonl, as chats; random ids where the pair has none."""
     file = options.pair / "prompts.jsonl"
-    if not file.is_file() or llm.tokenizer is None:
-        rng = random.Random(0)
-        vocab = llm.bundle.target.live_vocab
-        return [[rng.randrange(2, vocab - 1) for _ in range(rng.randint(16, 48))] for _ in range(options.num_prompts)]
-    return [_encode(llm, prompt) for prompt in read_prompts(file)[: options.num_prompts]]
+    if file.is_file() and bundle.tokenizer_path is not None:
+        found = read_workload(file)
+        return found.as_chats() if takes_chats(tokenizer_of(bundle)) else found
+    vocabulary = Vocabulary(bundle.target.live_vocab, bundle.target.eos_ids)
+    lengths = random.Random(0).choices(range(*RANDOM_LENGTHS), k=options.num_prompts)
+    items = [random_workload(length, 1, vocabulary, i).items[0] for i, length in enumerate(lengths)]
+    return Workload("random", "random tokens", tuple(items))
 
 
-def _encode(llm: LLM, prompt: dict[str, Any]) -> list[int]:
-    assert llm.tokenizer is not None
-    if "prompt_token_ids" in prompt:
-        return list(prompt["prompt_token_ids"])
-    messages = prompt.get("messages") or [{"role": "user", "content": prompt["prompt"]}]
-    try:
-        return llm.tokenizer.encode_chat(messages)
-    except UserError:  # no chat template
-        return llm.tokenizer.encode(prompt["prompt"])
+def _asked(options: ExampleOptions, bundle: Bundle) -> tuple[Asked, ...]:
+    prompts = encode(_workload(options, bundle), tokenizer_of(bundle))[: options.num_prompts]
+    params = SamplingParams(max_tokens=options.max_tokens, seed=0)
+    return tuple(Asked(i, item, ids, params) for i, (item, ids) in enumerate(prompts))
 
 
-def _ours(bundle: Bundle, llms: dict[int, LLM], prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Contender]:
-    params = SamplingParams(max_tokens=max_tokens)
-    asked = [{"prompt_token_ids": ids} for ids in prompts]
+def _family(bundle: Bundle, batch: int, asked: tuple[Asked, ...], peers: _Peers) -> Family:
+    """One turn a repetition: all prompts. The package takes one at a time."""
+    names = [*bundle.strategies, *(name for name in peers.generate if batch == 1 or name == TRANSFORMERS)]
+    return Family(tuple(Point(strategy=name, concurrency=batch) for name in names), (asked,))
 
-    def run(llm: LLM, strategy: str) -> tuple[Tokens, tuple[int, int, int] | None]:
-        outputs = llm.generate(asked, params, strategy=strategy)
-        stats = [output.stats for output in outputs]
-        counts = (sum(s.accepted for s in stats), sum(s.emitted for s in stats), sum(s.rounds for s in stats))
-        return [output.token_ids for output in outputs], counts
 
-    return [
-        Contender(name, batch, lambda llm=llms[batch], name=name: run(llm, name))  # type: ignore[misc]
-        for batch in BATCHES
-        for name in bundle.strategies
-    ]
+# -- peers -------------------------------------------------------------------------------------------------------------
+
+
+class _Turns:
+    """Our turns by the decoder, theirs by themselves: answers that come whole, so that only their end has a time."""
+
+    def __init__(self, ours: LocalDriver, peers: _Peers) -> None:
+        self._ours, self._peers = ours, peers
+
+    def run(self, point: Point, asked: Sequence[Asked], offsets: Sequence[float] | None = None) -> Run:
+        """See :class:`dflow_trt.profiling.run.Driver`."""
+        generate = self._peers.generate.get(point.strategy)
+        if generate is None:
+            return self._ours.run(point, asked, offsets)
+        assert point.concurrency is not None
+        start, cpu = time.perf_counter(), time.process_time()
+        answers = generate([list(each.prompt_ids or ()) for each in asked], point.concurrency)
+        end, spent = time.perf_counter(), time.process_time() - cpu
+        traces = (_trace(each, start, end, *answer) for each, answer in zip(asked, answers, strict=True))
+        return Run(point, start, end, spent, tuple(traces))
+
+
+def _trace(asked: Asked, start: float, end: float, ids: list[int], rounds: list[int]) -> Trace:
+    """rounds: tokens of each, the bonus token among them; what is beyond the answer's end was not emitted."""
+    trace = Trace(asked, start, [], ids, "length")
+    left = len(ids) - 1 if rounds else 0
+    trace.ticks.append(Tick(end, len(ids) - left, is_round=False))
+    for count in rounds:
+        emitted = min(count, left)
+        trace.ticks += [Tick(end, emitted, None, min(count - 1, emitted))] if emitted else []
+        left -= emitted
+    return trace
 
 
 class _Peers:
@@ -146,46 +149,37 @@ class _Peers:
         from transformers import AutoModelForCausalLM
 
         torch.set_num_threads(options.threads)
-        self._options = options
+        self._max_tokens = options.max_tokens
         self.model = AutoModelForCausalLM.from_pretrained(options.pair / "target", dtype=torch.float32).eval()
         self._eos = list(bundle.target.eos_ids)
         self._pad = bundle.target.pad_id if bundle.target.pad_id is not None else 0
-        self._drafter = self._load_drafter(options.pair / "dflash")
+        self.generate: dict[str, Callable[[list[list[int]], int], Answers]] = {TRANSFORMERS: self._transformers}
+        if (options.pair / "dflash").is_dir():
+            self._drafter = self._load_drafter(options.pair / "dflash")
+            self.generate[PACKAGE] = self._package
 
     @staticmethod
     def _load_drafter(folder: Path) -> Any:
+        import dflash.model as package
         import torch
-        from dflash.model import DFlashDraftModel
 
-        return DFlashDraftModel.from_pretrained(folder, dtype=torch.float32).eval() if folder.is_dir() else None
+        package._cuda_time = time.perf_counter  # its clock waits for a GPU
+        return package.DFlashDraftModel.from_pretrained(folder, dtype=torch.float32).eval()
 
-    def contenders(self, prompts: Sequence[Sequence[int]]) -> list[Contender]:
-        """generate at every batch size, and the package at its only one."""
-        found = [
-            Contender(TRANSFORMERS, batch, lambda batch=batch: (self._generate(prompts, batch), None))  # type: ignore[misc]
-            for batch in BATCHES
-        ]
-        if self._drafter is not None:
-            found.append(Contender(PACKAGE, 1, lambda: self._dflash(prompts)))
-        return found
-
-    def _generate(self, prompts: Sequence[Sequence[int]], batch: int) -> Tokens:
+    def _transformers(self, prompts: list[list[int]], batch: int) -> Answers:
         import torch
         from transformers import GenerationConfig
 
         config = GenerationConfig(
-            max_new_tokens=self._options.max_tokens,
-            do_sample=False,
-            eos_token_id=self._eos or None,
-            pad_token_id=self._pad,
+            max_new_tokens=self._max_tokens, do_sample=False, eos_token_id=self._eos or None, pad_token_id=self._pad
         )
-        tokens: Tokens = []
+        found: Answers = []
         for start in range(0, len(prompts), batch):
             ids_BS, mask_BS = self._left_padded(prompts[start : start + batch])
             with torch.inference_mode():
                 out = self.model.generate(ids_BS, attention_mask=mask_BS, generation_config=config)
-            tokens += [self._until_eos(row) for row in out[:, ids_BS.shape[1] :].tolist()]
-        return tokens
+            found += [(self._until_eos(row), []) for row in out[:, ids_BS.shape[1] :].tolist()]
+        return found
 
     def _left_padded(self, prompts: Sequence[Sequence[int]]) -> tuple[Any, Any]:
         import torch
@@ -195,60 +189,43 @@ class _Peers:
         mask = [[0] * (width - len(row)) + [1] * len(row) for row in prompts]
         return torch.tensor(ids), torch.tensor(mask)
 
-    def _until_eos(self, row: Sequence[int]) -> tuple[int, ...]:
+    def _until_eos(self, row: Sequence[int]) -> list[int]:
         end = next((i + 1 for i, token in enumerate(row) if token in self._eos), len(row))
-        return tuple(row[:end])
+        return list(row[:end])
 
-    def _dflash(self, prompts: Sequence[Sequence[int]]) -> tuple[Tokens, tuple[int, int, int]]:
-        import time
-
+    def _package(self, prompts: list[list[int]], batch: int) -> Answers:
         import dflash.model as package
         import torch
 
-        package._cuda_time = time.perf_counter  # its clock waits for a GPU
-        tokens: Tokens = []
-        emitted = rounds = 0
+        found: Answers = []
         for prompt in prompts:
-            out = package.dflash_generate(
-                self._drafter,
-                self.model,
-                torch.tensor([list(prompt)]),
-                self._options.max_tokens,
-                self._eos or None,
-                return_stats=True,
+            ids = torch.tensor([prompt])
+            stops = self._eos or None
+            out = package.dflash_generate(self._drafter, self.model, ids, self._max_tokens, stops, return_stats=True)
+            found.append((self._until_eos(out.output_ids[0, len(prompt) :].tolist()), list(out.acceptance_lengths)))
+        return found
+
+
+# -- what came of it ---------------------------------------------------------------------------------------------------
+
+
+def _label(point: Point) -> str:
+    return f"{point.strategy} at batch {point.concurrency}"
+
+
+def _agreement(session: Session, result: PointResult, peers: _Peers) -> dict[str, Any]:
+    """Ours equal our ar, token by token; the float peers equal it up to near ties. Raises Disagreement."""
+    point, label = result.point, _label(result.point)
+    if point.strategy not in peers.generate:
+        if result.same != result.compared:
+            raise Disagreement(
+                f"{label}: {result.compared - result.same} of {result.compared} sequences differ from ar"
             )
-            tokens.append(self._until_eos(out.output_ids[0, len(prompt) :].tolist()))
-            emitted += sum(out.acceptance_lengths)
-            rounds += len(out.acceptance_lengths)
-        return tokens, (emitted - rounds, emitted, rounds)
-
-
-def _interleave(contenders: Sequence[Contender], repetitions: int) -> None:
-    """A repetition of everyone, then the next; one unmeasured turn first."""
-    for contender in contenders:
-        contender.run()
-    by_name = {f"{c.batch} {c.name}": c for c in contenders}
-    for turn in range(repetitions):
-        for name in rotated(list(by_name), turn):
-            by_name[name].measure()
-
-
-def _find(contenders: Sequence[Contender], name: str, batch: int) -> Contender | None:
-    return next((c for c in contenders if (c.name, c.batch) == (name, batch)), None)
-
-
-def _check(contenders: Sequence[Contender], peers: _Peers, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Ours equal our ar at batch 1, token by token; the float peers equal it up to near ties."""
-    baseline = _find(contenders, AUTOREGRESSIVE, 1)
-    assert baseline is not None
-    agreement: dict[str, Any] = {}
-    for contender in contenders:
-        label = f"{contender.name} at batch {contender.batch}"
-        if contender.name in (TRANSFORMERS, PACKAGE):
-            agreement[label] = check_near_ties(label, peers.model, prompts, baseline.tokens, contender.tokens)
-        else:
-            agreement[label] = check_equal(label, baseline.tokens, contender.tokens)
-    return agreement
+        return {"sequences": result.compared, "same": result.same}
+    baseline, run = session.runs[Point(strategy=AUTOREGRESSIVE, concurrency=1)][0], session.runs[point][0]
+    prompts = [list(trace.asked.prompt_ids or ()) for trace in run.traces]
+    expected, got = ([trace.token_ids for trace in each.traces] for each in (baseline, run))
+    return check_near_ties(label, peers.model, prompts, expected, got)
 
 
 def _clock(options: ExampleOptions) -> str:
@@ -256,60 +233,55 @@ def _clock(options: ExampleOptions) -> str:
     return "cpu" if options.threads == 1 else "wall"
 
 
-def _figures(contenders: Sequence[Contender], options: ExampleOptions, agreement: dict[str, Any]) -> dict[str, Any]:
-    rows = [_row(contender, contenders, options) for contender in contenders]
+def _speedup(session: Session, name: str, other: str, batch: int, clock: str) -> Interval | None:
+    """Of one over the other at a batch size, turn by turn."""
+    theirs, ours = (metrics.turns(session.runs[Point(strategy=each, concurrency=batch)]) for each in (other, name))
+    found = metrics.speedup(theirs, ours)
+    return found and found[clock == "cpu"]
+
+
+def _figures(session: Session, options: ExampleOptions, agreement: dict[str, Any]) -> dict[str, Any]:
     return {
-        "prompts": len(contenders[0].tokens),
+        "prompts": session.families[0].requests,
         "max_tokens": options.max_tokens,
         "repetitions": options.repetitions,
         "ratios_by": _clock(options),
-        "rows": rows,
+        "rows": [_row(session, result, _clock(options)) for result in session.results()],
         "agreement": agreement,
     }
 
 
-def _row(contender: Contender, contenders: Sequence[Contender], options: ExampleOptions) -> dict[str, Any]:
-    accepted, emitted, rounds = contender.counts or (0, 0, 0)
-    speculative = contender.counts is not None and contender.name != AUTOREGRESSIVE and rounds
-    return {
-        "name": contender.name,
-        "batch": contender.batch,
-        "tokens": contender.num_tokens,
-        "tokens_per_s": 1 / statistics.median(contender.per_token("wall")),
-        "tokens_per_cpu_s": 1 / statistics.median(contender.per_token("cpu")),
-        "tau_emitted": emitted / rounds if speculative else None,
-        "tau_accepted": accepted / rounds if speculative else None,
-        "x_ar": _speedup(contender, _find(contenders, AUTOREGRESSIVE, contender.batch), options),
-        "x_transformers": _speedup(contender, _find(contenders, TRANSFORMERS, contender.batch), options),
-        "x_dflash_package": _speedup(contender, _find(contenders, PACKAGE, contender.batch), options),
+def _row(session: Session, result: PointResult, clock: str) -> dict[str, Any]:
+    name, batch, total, speed = result.point.strategy, result.point.concurrency or 1, result.total, result.throughput
+    drafts = name != AUTOREGRESSIVE and total.rounds
+    row: dict[str, Any] = {"name": name, "batch": batch, "tokens": speed.output_tokens // len(result.turns)}
+    row |= {"tokens_per_s": speed.tokens_per_second, "tokens_per_cpu_s": speed.tokens_per_cpu_second}
+    row |= {
+        "tau_emitted": total.tau_emitted if drafts else None,
+        "tau_accepted": total.tau_accepted if drafts else None,
     }
-
-
-def _speedup(contender: Contender, baseline: Contender | None, options: ExampleOptions) -> float | None:
-    if baseline is None:
-        return None
-    clock = _clock(options)
-    return paired_ratio(baseline.per_token(clock), contender.per_token(clock))
+    for other in (AUTOREGRESSIVE, TRANSFORMERS, PACKAGE):
+        found = _speedup(session, name, other, batch, clock)
+        row |= {f"x_{other.replace(' ', '_')}": found.value if found else None}
+    return row
 
 
 def _print(figures: dict[str, Any]) -> None:
     rows = figures["rows"]
     columns = [name for name in rows[0] if name != "tokens"]
     title = f"Example pair: {figures['prompts']} prompts, max_tokens {figures['max_tokens']}, greedy, "
-    title += f"median of {figures['repetitions']}; ratios of {figures['ratios_by']} time a token, paired"
+    title += f"{figures['repetitions']} repetitions in turn; ratios of {figures['ratios_by']} time a token, paired"
     print_table(title, columns, [[row[name] for name in columns] for row in rows])
     same = [f"{name} {counts['same']}/{counts['sequences']}" for name, counts in figures["agreement"].items()]
-    print("same output as ar at batch 1 (differences of the float peers are near ties): " + ", ".join(same))
+    print("same output as ar (differences of the float peers are near ties): " + ", ".join(same))
 
 
-def _goals(contenders: Sequence[Contender], options: ExampleOptions) -> list[Goal]:
+def _goals(session: Session, options: ExampleOptions) -> list[Goal]:
     wanted = [("ar", TRANSFORMERS, 1, 2.0), ("ar", TRANSFORMERS, 8, 2.0), ("dflow", PACKAGE, 1, 2.0)]
     wanted.append(("dflow", AUTOREGRESSIVE, 1, 1.5))
     goals = []
     for name, other, batch, bound in wanted:
-        ours, theirs = _find(contenders, name, batch), _find(contenders, other, batch)
-        if ours is not None and theirs is not None:
-            value = _speedup(ours, theirs, options)
-            assert value is not None
-            goals.append(Goal(f"example: {name} / {other}, batch {batch}", value, bound, True))
+        found = _speedup(session, name, other, batch, _clock(options))
+        if found is not None:
+            goals.append(Goal(f"example: {name} / {other}, batch {batch}", found.value, bound, True))
     return goals

@@ -387,7 +387,7 @@ def _draw_roof(axes: Any, found: Roofline) -> None:
 def _memory_chart(profile: Profile) -> Chart | None:
     """Planned parts beside what became resident."""
     found = profile.memory
-    if found is None or found.after is None or found.before is None or found.anonymous is None:
+    if found is None or found.after is None or found.before is None:
         return None
     figure, [[axes]] = _figure(1.9)
     left = 0.0
@@ -399,11 +399,11 @@ def _memory_chart(profile: Profile) -> Chart | None:
     grown = (found.after - found.before) / 1e6
     axes.barh([1], [grown], height=0.6, color=FAINT)
     _size_label(axes, grown, 1)
-    _rows(axes, ["planned", "resident"])
+    _rows(axes, ["planned", "used"])
     axes.set_xlim(0, 1.12 * max(left, grown))
     axes.set_xlabel("MB")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    caption = "Resident: what this process grew by. Caches become resident as they fill."
+    caption = f"Used: what the {found.device} grew by. On a CPU, caches count as they fill."
     return _chart("memory", "Memory", caption, figure)
 
 

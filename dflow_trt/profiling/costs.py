@@ -118,7 +118,7 @@ class _Lane:
         for request in self._requests:
             request.draft_tokens = drafts
         while True:
-            result = self._decoder.step()
+            result = self._decoder.timed_step()
             if any(each.finish_reason is not None for each in result.emissions):
                 return None
             if len(result.emissions) == len(self._requests) and PREFILL not in result.milliseconds:

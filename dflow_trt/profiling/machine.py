@@ -57,9 +57,15 @@ def _kilobytes(path: str, name: str) -> int | None:
     return int(value.split()[0]) * 1024 if value else None
 
 
-def resident() -> int | None:
-    """Bytes of this process in memory; None where the system does not say."""
-    return _kilobytes("/proc/self/status", "VmRSS")
+def used_memory(on_gpu: bool) -> tuple[int | None, int | None]:
+    """(bytes in use, bytes that there are): of this process and machine, or of the GPU, whoever uses it. None where the
+    system does not say."""
+    if on_gpu:
+        from dflow_trt.runtime.cuda import current_device
+
+        device = current_device()
+        return device.memory - device.free, device.memory
+    return _kilobytes("/proc/self/status", "VmRSS"), _kilobytes("/proc/meminfo", "MemTotal")
 
 
 def anonymous() -> int | None:
@@ -70,8 +76,3 @@ def anonymous() -> int | None:
 def peak() -> int | None:
     """The most that was resident so far."""
     return _kilobytes("/proc/self/status", "VmHWM")
-
-
-def available() -> int | None:
-    """Bytes that the machine can still give."""
-    return _kilobytes("/proc/meminfo", "MemAvailable")

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
 
 from dflow_trt.bundle import Bundle, Strategy
 from dflow_trt.decode import Decoder
 from dflow_trt.method.policy import check_policy
-from dflow_trt.method.sampling import Pick, SamplingParams
+from dflow_trt.method.sampling import SamplingParams
+from dflow_trt.profiling.device import DeviceClock, Mark, on_device
 from dflow_trt.profiling.record import Point
 from dflow_trt.profiling.workload import Item
-from dflow_trt.request import Emission, Request, Slot
-from dflow_trt.runtime.base import Runtime
+from dflow_trt.request import Emission, Request, RoundResult
+from dflow_trt.runtime.base import Array, Runtime
 from dflow_trt.spec import DRAFT_POLICIES
 
 SAMPLING = "sampling"
@@ -146,21 +148,59 @@ def arrivals(count: int, rate: float, seed: Sequence[int]) -> list[float]:
 
 
 class TimedDecoder(Decoder):
-    """A decoder that tells the choice of tokens from the rest of the host's work."""
+    """A decoder that tells the choice of tokens from the rest of the host's work, and engines by the device's clock
+    where there is one."""
 
-    def _choose(self, slot: Slot, passed: object, row: int, i: int, picks: list[Pick]) -> int:
+    device: DeviceClock | None = None
+
+    def _choose(self, *arguments: Any) -> int:
+        with self._sampling():
+            return super()._choose(*arguments)
+
+    def _drawn(self, *arguments: Any) -> Array:
+        with self._sampling():
+            return super()._drawn(*arguments)
+
+    @contextmanager
+    def _sampling(self) -> Iterator[None]:
         start = time.perf_counter()
-        token = super()._choose(slot, passed, row, i, picks)  # type: ignore[arg-type]  # a class of that module alone
+        yield
         spent = self._round.milliseconds
         spent[SAMPLING] = spent.get(SAMPLING, 0.0) + (time.perf_counter() - start) * 1e3
-        return token
+
+    def _run(
+        self,
+        engine: str,
+        drafter: str | None,
+        slots: range,
+        feeds: dict[str, Array],
+        fetch: Sequence[str] = (),
+        stage: str | None = None,
+    ) -> list[Array]:
+        with self.device.around(stage or engine) if self.device is not None else nullcontext():
+            return super()._run(engine, drafter, slots, feeds, fetch, stage)
+
+    def timed_step(self) -> RoundResult:
+        """A step with the device's times; waits for it."""
+        result = self.step()
+        if self.device is None:
+            return result
+        found = self.device.milliseconds(self.device.take())
+        return replace(result, milliseconds=on_device(result.milliseconds, found))
 
 
 class LocalDriver:
     """Runs turns on one runtime. A point keeps its decoder, and with it what an adaptive policy has learnt."""
 
-    def __init__(self, bundle: Bundle, runtime: Runtime, slots: int, clock: Clock | None = None) -> None:
-        self._bundle, self._runtime, self._slots = bundle, runtime, slots
+    def __init__(
+        self,
+        bundle: Bundle,
+        runtime: Runtime,
+        slots: int,
+        clock: Clock | None = None,
+        device: DeviceClock | None = None,
+    ) -> None:
+        self._bundle, self._runtime, self._slots, self._device = bundle, runtime, slots, device
         self._clock = clock or SystemClock()
         self._decoders: dict[Point, TimedDecoder] = {}
 
@@ -170,7 +210,9 @@ class LocalDriver:
         policy = next(name for name in DRAFT_POLICIES if name == point.draft_policy)
         slots = min(point.concurrency or self._slots, self._slots)
         options = {"draft_policy": policy, "prefix_reuse": False}
-        return TimedDecoder(self._bundle, self._runtime, ENDLESS, slots, **options)  # type: ignore[arg-type]
+        made = TimedDecoder(self._bundle, self._runtime, ENDLESS, slots, **options)  # type: ignore[arg-type]
+        made.device = self._device
+        return made
 
     def check(self, point: Point, asked: Sequence[Asked]) -> None:
         """UserError naming the first prompt that the bundle does not take."""
@@ -195,7 +237,7 @@ class LocalDriver:
         else:
             loop.open(asked, offsets)
         end, spent = self._clock.now(), self._clock.cpu() - cpu
-        return Run(point, start, end, spent, tuple(loop.traces.values()), tuple(loop.steps))
+        return Run(point, start, end, spent, tuple(loop.traces.values()), loop.timed_steps())
 
 
 def _request(name: str, asked: Asked, strategy: Strategy, draft_tokens: int | None) -> Request:
@@ -207,11 +249,12 @@ def _request(name: str, asked: Asked, strategy: Strategy, draft_tokens: int | No
 class _Loop:
     """The requests of one turn."""
 
-    def __init__(self, decoder: Decoder, clock: Clock, strategy: Strategy, draft_tokens: int | None) -> None:
+    def __init__(self, decoder: TimedDecoder, clock: Clock, strategy: Strategy, draft_tokens: int | None) -> None:
         self._decoder, self._clock = decoder, clock
         self._strategy, self._draft_tokens = strategy, draft_tokens
         self.traces: dict[str, Trace] = {}
-        self.steps: list[Step] = []
+        self._steps: list[Step] = []
+        self._marks: list[list[Mark]] = []
 
     def closed(self, asked: Sequence[Asked], concurrency: int) -> None:
         waiting = deque(asked)
@@ -243,7 +286,19 @@ class _Loop:
         end = self._clock.now()
         rounds = sum(self._record(emission, end) for emission in result.emissions)
         tokens = sum(len(emission.picks) for emission in result.emissions)
-        self.steps.append(Step(start, end, rounds, tokens, result.milliseconds))
+        self._steps.append(Step(start, end, rounds, tokens, result.milliseconds))
+        if self._decoder.device is not None:
+            self._marks.append(self._decoder.device.take())
+
+    def timed_steps(self) -> tuple[Step, ...]:
+        """The steps, by the device's clock where there is one: read now, as waiting in between would slow it down."""
+        device = self._decoder.device
+        if device is None:
+            return tuple(self._steps)
+        return tuple(
+            replace(step, milliseconds=on_device(step.milliseconds, device.milliseconds(marks)))
+            for step, marks in zip(self._steps, self._marks, strict=True)
+        )
 
     def _record(self, emission: Emission, now: float) -> bool:
         """Keep what a step gave one request; whether that was a verify round."""

@@ -221,7 +221,9 @@ class Stages(Part):
 
     @property
     def relay_share(self) -> float | None:
-        return self.milliseconds.get("relay", 0.0) / self.total if self.total else None
+        """Of a strategy that has such a stage."""
+        relay = self.milliseconds.get("relay")
+        return relay / self.total if relay is not None and self.total else None
 
 
 class Turn(Part):
@@ -344,10 +346,11 @@ class Roofline(Part):
 
 
 class Memory(Part):
-    """Planned (see :class:`dflow_trt.memory.MemoryPlan`) beside resident: before the bundle was opened, after it, after
-    the runs, and at most. anonymous: of the last but one, what no file backs. batch_limit: requests that the machine's
-    memory would hold."""
+    """Planned (see :class:`dflow_trt.memory.MemoryPlan`) beside used, by this process or on the whole GPU: before the
+    engines were loaded, after it, after the runs, and at most. anonymous: of that after the runs, what no file backs.
+    batch_limit: requests that the memory of the machine, or of the GPU, would hold."""
 
+    device: Literal["process", "GPU"]
     planned: dict[str, int]
     before: int | None
     opened: int | None

@@ -278,14 +278,16 @@ def _roofline(found: Roofline) -> Table:
 def _sizes(found: Memory) -> Table:
     planned = [[f"planned: {name.replace('_', ' ')}", show_bytes(size)] for name, size in found.planned.items()]
     measured = {
-        "before the bundle was opened": found.before,
-        "with the bundle open": found.opened,
+        "before the engines were loaded": found.before,
+        "with the engines loaded": found.opened,
         "after the runs": found.after,
         "of it in no file": found.anonymous,
         "at most": found.peak,
     }
-    rows = [[f"resident: {name}", show_bytes(size)] for name, size in measured.items() if size is not None]
-    limit = [["requests that this machine's memory holds", str(found.batch_limit)]] if found.batch_limit else []
+    rows = [
+        [f"used by the {found.device}: {name}", show_bytes(size)] for name, size in measured.items() if size is not None
+    ]
+    limit = [["requests that the memory holds", str(found.batch_limit)]] if found.batch_limit else []
     return Table([Column("what", True), Column("size")], [*planned, *rows, *limit])
 
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from dflow_trt import __version__
 from dflow_trt.bundle import Bundle, check_unchanged, open_bundle
+from dflow_trt.compile import onnxruntime
 from dflow_trt.errors import UserError
 from dflow_trt.memory import plan_memory
 from dflow_trt.profiling import machine, metrics
 from dflow_trt.profiling.advice import advise
 from dflow_trt.profiling.costs import measure_costs
+from dflow_trt.profiling.device import DeviceClock
 from dflow_trt.profiling.measure import Asked, LocalDriver, Run, Trace, arrivals
 from dflow_trt.profiling.points import (
     Family,
@@ -41,6 +44,7 @@ from dflow_trt.profiling.record import (
     Subject,
 )
 from dflow_trt.profiling.workload import Choice, Vocabulary, Workload, takes_chats, token_ids
+from dflow_trt.runtime.base import Runtime
 from dflow_trt.runtime.choose import open_runtime
 from dflow_trt.runtime.ort import usable_cores
 from dflow_trt.spec import AUTOREGRESSIVE
@@ -216,29 +220,29 @@ def profile_bundle(
     verify: bool = True,
 ) -> Result:
     """Profile a bundle on this machine. threads: of the CPU runtime, by default all cores."""
-    before = machine.resident()
     bundle = open_bundle(path, verify)
+    before, _ = machine.used_memory(on_gpu(bundle))
     names = check_strategies(options.strategies, tuple(bundle.strategies))
     slots = _slots(bundle, options)
     tokenizer = tokenizer_of(bundle)
     workloads = choice.workloads(vocabulary_of(bundle), takes_chats(tokenizer), most_requests(options), options.seed)
     prompts = {length: encode(each, tokenizer) for length, each in workloads.items()}
     planned = families(options, names, prompts)
-    runtime = open_runtime(bundle, threads, slots)
-    try:
+    with ExitStack() as owned:
+        runtime = open_runtime(bundle, threads, slots)
+        owned.callback(runtime.close)
         check_unchanged(bundle)
-        opened = machine.resident()
-        driver = LocalDriver(bundle, runtime, slots)
+        (opened, _), device = machine.used_memory(on_gpu(bundle)), device_clock(bundle, runtime)
+        if device is not None:
+            owned.callback(device.close)
+        driver = LocalDriver(bundle, runtime, slots, device=device)
         for family in planned:
             driver.check(family.baseline, [each for turn in family.turns for each in turn])
         session = Session(driver, planned, options, report)
         session.measure()
         costs = _costs(driver, bundle, planned, options, report)
         memory = _memory(bundle, slots, before, opened)
-    finally:
-        runtime.close()
-    on_cpu = bundle.build.backend == "onnxruntime"
-    count = (threads or usable_cores()) if on_cpu else None
+    count = None if on_gpu(bundle) else threads or usable_cores()
     return assemble(
         session,
         workloads,
@@ -249,6 +253,21 @@ def profile_bundle(
         roof=_roofline(bundle, costs, count, report) if roofline and count is not None else None,
         memory=memory,
     )
+
+
+def on_gpu(bundle: Bundle) -> bool:
+    """Where its engines run."""
+    return bundle.build.backend != onnxruntime.NAME
+
+
+def device_clock(bundle: Bundle, runtime: Runtime) -> DeviceClock | None:
+    """What times the engines of a GPU; None where calls are done when they return."""
+    if not on_gpu(bundle):
+        return None
+    from dflow_trt.runtime.trt import TrtRuntime
+
+    assert isinstance(runtime, TrtRuntime)
+    return DeviceClock(runtime._stream)
 
 
 def check_strategies(wanted: Sequence[str], offered: Sequence[str]) -> tuple[str, ...]:
@@ -314,16 +333,17 @@ def _roofline(bundle: Bundle, costs: Sequence[RoundCost], threads: int, report: 
 
 def _memory(bundle: Bundle, slots: int, before: int | None, opened: int | None) -> Memory:
     """Before the roofline's own arrays are there."""
-    plan, total = plan_memory(bundle, slots), machine.machine().memory
+    plan, (after, total) = plan_memory(bundle, slots), machine.used_memory(on_gpu(bundle))
     fixed = plan.total - plan.target_cache - plan.drafter_cache - plan.relay_state
     limit = int((MEMORY_SHARE * total - fixed) // ((plan.total - fixed) // slots)) if total is not None else None
     return Memory(
+        device="GPU" if on_gpu(bundle) else "process",
         planned=plan.figures(),
         before=before,
         opened=opened,
-        after=machine.resident(),
-        anonymous=machine.anonymous(),
-        peak=machine.peak(),
+        after=after,
+        anonymous=None if on_gpu(bundle) else machine.anonymous(),
+        peak=None if on_gpu(bundle) else machine.peak(),
         batch_limit=limit if limit is None else max(limit, 0),
     )
 

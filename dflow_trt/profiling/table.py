@@ -129,17 +129,16 @@ def _roof_lines(found: Roofline) -> Iterator[str]:
     memory = f"{roof.working_set_bandwidth / 1e9:.1f} GB/s from {show_bytes(roof.working_set)}"
     yield f"roof      {memory}, {roof.memory_bandwidth / 1e9:.1f} GB/s from main memory, {forms}"
     for stage in dict.fromkeys(each.stage for each in found.passes):
-        reached = [each.fraction for each in found.passes if each.stage == stage]
-        yield f"          {stage} passes reach {100 * min(reached):.0f} to {100 * max(reached):.0f} % of it"
+        reached = sorted(round(100 * each.fraction) for each in found.passes if each.stage == stage)
+        yield f"          {stage} passes reach {' to '.join(map(str, dict.fromkeys((reached[0], reached[-1]))))} % of it"
 
 
 def _memory_line(found: Memory) -> str:
     planned = f"planned {show_bytes(found.planned['total'])} for {found.planned['slots']} slots"
     if found.after is None or found.before is None:
         return planned
-    grown = f"resident {show_bytes(max(0, found.after - found.before))} more than before, "
-    grown += f"at most {show_bytes(found.peak or 0)} in all"
-    return f"{planned}; {grown}; this machine holds {found.batch_limit} requests"
+    grown = f"the {found.device} uses {show_bytes(max(0, found.after - found.before))} more than before"
+    return f"{planned}; {grown}; there is room for {found.batch_limit} requests"
 
 
 def _cost_lines(found: Cost) -> Iterator[str]:

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -285,8 +285,10 @@ class TritonServer:
             try:
                 code = process.wait(self._drain + KILL_SECONDS)
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
+                process.kill()
                 code = process.wait()
+            with suppress(ProcessLookupError):  # a server that crashed leaves its models' processes, with all they hold
+                os.killpg(process.pid, signal.SIGKILL)
         self._stack.close()
         return code
 

@@ -65,8 +65,10 @@ class Serve:
     def url(self) -> str:
         return self.line("endpoint").removesuffix("/v1")
 
-    def end(self, number: signal.Signals = signal.SIGTERM) -> int:
-        self.process.send_signal(number)
+    def end(self, number: signal.Signals | None = signal.SIGTERM) -> int:
+        """Its exit code, after this signal or by itself."""
+        if number is not None:
+            self.process.send_signal(number)
         code = self.process.wait(PATIENCE)
         for reader in self._readers:
             reader.join(PATIENCE)
@@ -503,6 +505,19 @@ def test_sigterm_while_it_starts_leaves_nothing(serve_python: Path, example: Pai
         assert server.end() == 130
         assert "interrupted" in server.errors
         assert psutil.wait_procs(started, PATIENCE)[1] == []
+
+
+def test_a_tritonserver_that_dies_ends_the_endpoint_and_leaves_nothing(serve_python: Path, example: Pair) -> None:
+    """Whoever started it starts it again."""
+    with serving(serve_python, example.bundle.path) as server:
+        assert server.url
+        started = psutil.Process(server.process.pid).children(recursive=True)
+        [triton] = [child for child in started if "tritonserver" in child.name()]
+        assert len(started) > 1
+        triton.kill()
+        assert server.end(None) == 1
+        assert psutil.wait_procs(started, PATIENCE)[1] == []
+    assert "error: tritonserver ended by itself with code -9; its output above says why" in server.errors
 
 
 def command(python: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -73,6 +73,13 @@ def test_a_taken_port_is_named() -> None:
             pass
 
 
+def test_answers_do_not_wait_for_acknowledgements() -> None:
+    with _listening("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
+
+
 def test_a_host_that_is_none_is_named() -> None:
     with pytest.raises(UserError, match=r"^--host: no\.such\.host\.invalid: "), _listening("no.such.host.invalid", 0):
         pass
