@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dflow_trt.profiling.machine import machine, package_version
+
 REPO = Path(__file__).resolve().parent.parent
 NEAR_TIE = 1e-3  # a first difference is a rounding matter when the top two logits are closer than this
-PACKAGES = ("dflow-trt", "onnxruntime", "numpy", "torch", "transformers", "dflash")
-FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
+PACKAGES = ("torch", "transformers", "dflash")  # beside those of every profile
 
 
 class Disagreement(Exception):
@@ -97,35 +95,9 @@ def top_two_gap(model: Any, tokens: Sequence[int]) -> float:
 
 def settings(threads: int, **more: Any) -> dict[str, Any]:
     """Versions, processor, threads and load; ``more`` is added as it is."""
-    model, features = _processor()
-    return {
-        "cpu": model,
-        "cpu_features": features,
-        "cores": len(os.sched_getaffinity(0)),
-        "load_average": [round(load, 2) for load in os.getloadavg()],
-        "threads": threads,
-        "platform": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
-        "versions": {name: version for name in PACKAGES if (version := _version(name))},
-        **more,
-    }
-
-
-def _processor() -> tuple[str, list[str]]:
-    model, features = platform.processor() or "unknown", []
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == "model name":
-            model = value.strip()
-        if name.strip() == "flags":
-            features = [feature for feature in FEATURES if feature in value.split()]
-    return model, features
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    found = machine()
+    versions = found.versions | {name: version for name in PACKAGES if (version := package_version(name))}
+    return found.model_dump() | {"versions": versions, "threads": threads, **more}
 
 
 # -- output ------------------------------------------------------------------------------------------------------------

@@ -136,6 +136,8 @@ def _measure(bundle: Path | None, url: str | None, given: dict[str, Any]) -> Res
         from dflow_trt.profiling.progress import Progress
         from dflow_trt.profiling.run import profile_bundle
 
+    if url is not None and given["threads"] is not None:
+        raise UserError("--threads: is the server's own setting; leave it out beside --url")
     choice, options, prices = _choice(given), _options(given), _prices(given)
     with Progress(console.err) as report:
         if url is not None:

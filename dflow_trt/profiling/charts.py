@@ -75,6 +75,9 @@ STYLE: Any = {
 }
 
 
+Panel = tuple[str, Callable[[PointResult], float | None]]
+
+
 @dataclass(frozen=True)
 class Chart:
     """One plot. label: what it shows, for those who do not see it."""
@@ -215,32 +218,49 @@ def _log_if_wide(axes: Any) -> None:
         axes.xaxis.set_major_formatter("{x:g}")
 
 
-def _load_chart(profile: Profile) -> Chart | None:
-    """Tokens a second, and time to first token, by load."""
-    results = profile.results
+def _closed_chart(profile: Profile) -> Chart | None:
+    """Tokens a second, and time a token, by the requests in flight."""
+    results = [result for result in profile.results if result.point.concurrency is not None]
+    panels: list[Panel] = [
+        ("output tokens a second", lambda result: result.throughput.tokens_per_second),
+        ("milliseconds a token after the first, median", lambda result: result.latency.tpot.p50),
+    ]
+    caption = "Whole runs, prefill and the draining end of every turn included."
+    return _load_chart("load", "Throughput and latency by concurrency", "requests in flight", results, panels, caption)
+
+
+def _open_chart(profile: Profile) -> Chart | None:
+    """Tokens a second, and time to first token, by the rate of arrivals."""
+    results = [result for result in profile.results if result.point.rate is not None]
+    panels: list[Panel] = [
+        ("output tokens a second", lambda result: result.throughput.tokens_per_second),
+        ("milliseconds to the first token, median", lambda result: result.latency.ttft.p50),
+    ]
+    caption = "Poisson arrivals. Where tokens a second no longer rise, requests wait, and the first token is late."
+    return _load_chart("rate", "Throughput and latency by arrivals", "requests a second", results, panels, caption)
+
+
+def _load_chart(
+    name: str, title: str, unit: str, results: Sequence[PointResult], panels: Sequence[Panel], caption: str
+) -> Chart | None:
+    """A line a strategy; None for a single load."""
     if len(_loads(results)) < 2:
         return None
-    figure, [row] = _figure(3.6, 2)
-    labels = list(dict.fromkeys(result.point.label for result in results))
+    figure, [row] = _figure(3.6, len(panels))
     colours = Colours([result.point.strategy for result in results])
-    for label in labels:
-        mine = [result for result in results if result.point.label == label]
-        at = [result.point.concurrency or result.point.rate or 0 for result in mine]
-        style = {"marker": "o", "markersize": 4, "color": colours[mine[0].point.strategy], "label": label}
-        row[0].plot(at, [result.throughput.tokens_per_second or np.nan for result in mine], **style)
-        row[1].plot(at, [_or_nan(result.latency.tpot.p50) for result in mine], **style)
-    opened = results[0].point.rate is not None
-    for axes, title in zip(
-        row, ("output tokens a second", "milliseconds a token after the first, median"), strict=True
-    ):
-        axes.set_title(title)
-        axes.set_xlabel("requests a second" if opened else "requests in flight")
+    for axes, (heading, of) in zip(row, panels, strict=True):
+        for label in dict.fromkeys(result.point.label for result in results):
+            mine = [result for result in results if result.point.label == label]
+            at = [result.point.concurrency or result.point.rate or 0 for result in mine]
+            colour = colours[mine[0].point.strategy]
+            axes.plot(at, [_or_nan(of(each)) for each in mine], "o-", color=colour, markersize=4, label=label)
+        axes.set_title(heading)
+        axes.set_xlabel(unit)
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:g}")
         axes.set_ylim(bottom=0)
     figure.legend(*row[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    caption = "Whole runs, prefill and the draining end of every turn included."
-    return _chart("load", "Throughput and latency by load", caption, figure)
+    return _chart(name, title, caption, figure)
 
 
 def _or_nan(value: float | None) -> float:
@@ -415,7 +435,8 @@ _CHARTS: tuple[Callable[[Profile], Chart | None], ...] = (
     _speedup_chart,
     _latency_chart,
     _stage_chart,
-    _load_chart,
+    _closed_chart,
+    _open_chart,
     _acceptance_chart,
     _length_chart,
     _roofline_chart,

@@ -130,7 +130,8 @@ def _roof_lines(found: Roofline) -> Iterator[str]:
     yield f"roof      {memory}, {roof.memory_bandwidth / 1e9:.1f} GB/s from main memory, {forms}"
     for stage in dict.fromkeys(each.stage for each in found.passes):
         reached = sorted(round(100 * each.fraction) for each in found.passes if each.stage == stage)
-        yield f"          {stage} passes reach {' to '.join(map(str, dict.fromkeys((reached[0], reached[-1]))))} % of it"
+        span = " to ".join(map(str, dict.fromkeys((reached[0], reached[-1]))))
+        yield f"          {stage} passes reach {span} % of it"
 
 
 def _memory_line(found: Memory) -> str:

@@ -150,7 +150,8 @@ FIGURES = (
 TASK_PARAMETER = "task"
 """Request parameter: a label of the metrics."""
 HANDLE_PARAMETER = "handle"
-"""Request parameter that dflow_bls sets: names one request where an id may name several."""
+"""Request parameter: names one request where an id may name several, for a stop that has it too. An error of such a
+request is a last response with the finish_reason error, and the code and the message for its text."""
 
 PREPROCESSING = Model("preprocessing", (TEXT_INPUT, EXCLUDE_INPUT), (INPUT_IDS, PREFIX), decoupled=False)
 DFLOW = Model("dflow", (INPUT_IDS, PREFIX, MAX_TOKENS, *OPTIONS), (TEXT_OUTPUT, *FIGURES), decoupled=True)

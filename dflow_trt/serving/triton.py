@@ -1,13 +1,16 @@
 """What the model.py files of the repository run: the only module that needs Triton's Python backend.
 
-Every model answers through ``Reply`` or returns at once: a Python model works its requests off one at a time, and here
-many are in flight. Threads of ``dflow``: Triton's own, which only queues; the loop; one that sends, since a response
-waits for the server to take it; one that asks whether clients are still there, which costs a message each.
+A Python model works its requests off one at a time, and here many are in flight: execute() returns at once. Threads of
+``dflow``: Triton's own, which only queues; the loop; one that sends, since a response waits for the server to take it;
+one that asks whether clients are still there, which costs a message each.
+
+``dflow_bls`` asks ``dflow`` over a socket (:mod:`dflow_trt.serving.link`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import queue
@@ -17,15 +20,16 @@ import time
 import traceback
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from dflow_trt.api import text_stream, with_word_ids
-from dflow_trt.bundle import open_bundle
+from dflow_trt.bundle import Strategy, open_bundle
 from dflow_trt.contract import TOKENIZER_DIR
 from dflow_trt.decode import QueueFull
 from dflow_trt.errors import UserError
@@ -33,16 +37,17 @@ from dflow_trt.method.sampling import fresh_seed
 from dflow_trt.request import Request, RequestStats
 from dflow_trt.runtime.choose import open_runtime
 from dflow_trt.serving import tensors as t
+from dflow_trt.serving.link import Answer, LinkClient, LinkServer, Question, socket_path
 from dflow_trt.serving.loop import EngineFailure, Job, Piece, ServingLoop, Unavailable
 from dflow_trt.serving.metrics import Capacity, ServingMetrics
-from dflow_trt.serving.options import Ask, StrategyChooser, Values, one, read_ask, read_task
+from dflow_trt.serving.options import Ask, StrategyChooser, Values, one, read_ask
 from dflow_trt.serving.package import BUNDLE_DIR, PackageOptions
 from dflow_trt.serving.responses import arrays, joined
 from dflow_trt.serving.series import TritonSink
 from dflow_trt.text import Tokenizer
 
-ERROR = "error"  # the finish_reason of a request that failed
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+DRAIN_SECONDS = 30.0  # for what dflow_bls has asked for, when the model is unloaded
 WATCH_SECONDS = 0.01
 WATCH_SHARE = 10  # of the time a look at all clients takes: so long until the next, where that is more
 
@@ -79,7 +84,7 @@ def _parameters(request: Any) -> dict[str, Any]:
     return dict(json.loads(request.parameters() or "{}"))
 
 
-_NOTHING = Piece(0, "", (), 0, "cancelled", RequestStats(), 0)  # what a stop itself gets
+NOTHING = Piece(0, "", (), 0, "cancelled", RequestStats(), 0)  # what a stop itself gets
 
 
 def _version_folder(args: Mapping[str, str]) -> Path:
@@ -90,33 +95,32 @@ class Channel:
     """The way back to one client of a decoupled model.
 
     Asking whether the client is gone after the final response was sent crashes tritonserver (2.51), hence the lock.
-    inner: the client is dflow_bls. An error that follows other responses never reaches a model, and one that does loses
-    its code; so it gets a last response whose finish_reason is error, and whose text is the code and the message.
+    coded: an error is a last response, with the finish_reason error, and the code and the message for its text. Streams
+    of Triton give errors without their code.
     """
 
-    def __init__(self, request: Any, inner: bool = False) -> None:
-        self._inner = inner
+    def __init__(self, request: Any, coded: bool = False) -> None:
+        self._coded = coded
         self.names = frozenset(request.requested_output_names())
         self._sender: Any = request.get_response_sender()
         self._lock = threading.Lock()
 
     def send(self, response: Any, final: bool) -> None:
-        """Send a response, or the final flag alone. Nothing is sent behind the final one."""
+        """Send a response. Nothing is sent behind the final one."""
         with self._lock:
-            if self._sender is None:
-                return
-            sender, self._sender = self._sender, None if final else self._sender
-            if response is None:
-                sender.send(flags=FINAL)
-            else:
+            if self._sender is not None:
+                sender, self._sender = self._sender, None if final else self._sender
                 sender.send(response, flags=FINAL if final else 0)
+
+    def reply(self, pieces: Sequence[Piece], final: bool) -> None:
+        """Send pieces as one response."""
+        self.send(_response(arrays(pieces, self.names)), final)
 
     def fail(self, error: Exception) -> None:
         """End it with an error."""
         code, message = _code(error), _message(error)
-        if self._inner:
-            piece = dataclasses.replace(_NOTHING, text=f"{code}: {message}", finish_reason=ERROR)
-            self.send(_response(arrays([piece], self.names)), final=True)
+        if self._coded:
+            self.reply([dataclasses.replace(NOTHING, text=f"{code}: {message}", finish_reason="error")], final=True)
         else:
             self.send(_error_response(code, message), final=True)
 
@@ -124,6 +128,30 @@ class Channel:
         """Whether the client cancelled or went away."""
         with self._lock:
             return self._sender is not None and bool(self._sender.is_cancelled())
+
+
+class Way(Protocol):
+    """Where the pieces of a job go."""
+
+    def reply(self, pieces: Sequence[Piece], final: bool) -> None: ...
+
+    def fail(self, error: Exception) -> None: ...
+
+
+@dataclass(frozen=True)
+class LinkWay:
+    """The way back to dflow_bls."""
+
+    question: Question
+    answer: Callable[[Answer], None]
+
+    def reply(self, pieces: Sequence[Piece], final: bool) -> None:
+        """See :meth:`Channel.reply`."""
+        self.answer(Answer(self.question.handle, arrays(pieces, self.question.names), final))
+
+    def fail(self, error: Exception) -> None:
+        """See :meth:`Channel.fail`."""
+        self.answer(Answer(self.question.handle, None, True, _code(error), _message(error)))
 
 
 class Watcher:
@@ -197,10 +225,10 @@ def encoded(tokenizer: Tokenizer, values: Values) -> dict[str, Any]:
 
 
 class Reply:
-    """Who listens to one job: pieces become responses, as they come or all in one."""
+    """Who listens to one job: pieces go back as they come, or all in one."""
 
-    def __init__(self, channel: Channel, ask: Ask, outbox: Callable[[Callable[[], None]], None]) -> None:
-        self.channel, self._stream, self._outbox = channel, ask.stream, outbox
+    def __init__(self, way: Way, ask: Ask, outbox: Callable[[Callable[[], None]], None]) -> None:
+        self._way, self._stream, self._outbox = way, ask.stream, outbox
         self._pieces: list[list[Piece]] = [[] for _ in range(ask.params.n)]
         self._prefixes, self._open = [ask.prefix] * ask.params.n, ask.params.n
 
@@ -216,11 +244,10 @@ class Reply:
             self._send([joined(pieces) for pieces in self._pieces], final=True)
 
     def _send(self, pieces: list[Piece], final: bool) -> None:
-        names = self.channel.names
-        self._outbox(lambda: self.channel.send(_response(arrays(pieces, names)), final))
+        self._outbox(lambda: self._way.reply(pieces, final))
 
     def fail(self, error: Exception) -> None:
-        self._outbox(lambda: self.channel.fail(error))
+        self._outbox(lambda: self._way.fail(error))
 
 
 class DflowModel:
@@ -258,6 +285,7 @@ class DflowModel:
         self._sender = threading.Thread(target=self._send_all, name="sender", daemon=True)
         self._sender.start()
         self._watcher = Watcher(self._loop.cancel)
+        self._link = LinkServer(socket_path(os.getppid()), self._take_linked)
 
     def _open_metrics(self, options: PackageOptions) -> ServingMetrics:
         metrics = ServingMetrics(TritonSink(pb_utils), self._bundle.verify_rows - 1)
@@ -270,7 +298,7 @@ class DflowModel:
         """Only queues; see :class:`Reply` for what comes back."""
         for request in requests:
             parameters = _parameters(request)
-            channel = Channel(request, inner=t.HANDLE_PARAMETER in parameters)
+            channel = Channel(request, coded=t.HANDLE_PARAMETER in parameters)
             try:
                 self._take(request, parameters, channel)
             except Exception as error:
@@ -278,22 +306,47 @@ class DflowModel:
 
     def _take(self, request: Any, parameters: Mapping[str, Any], channel: Channel) -> None:
         values = _values(request)
+        given = parameters.get(t.HANDLE_PARAMETER)
         if one(values, t.STOP):
-            self._stop(request.request_id(), parameters.get(t.HANDLE_PARAMETER))
-            channel.send(_response(arrays([_NOTHING], channel.names)), final=True)
+            self._stop(request.request_id(), given)
+            channel.reply([NOTHING], final=True)
             return
+        handle = given or uuid.uuid4().hex
+        self._watcher.add(handle, channel)  # before the loop can end it
+        self._enter(handle, request.request_id(), values, parameters, channel)
+
+    def _take_linked(self, question: Question, answer: Callable[[Answer], None]) -> None:
+        """A request of dflow_bls."""
+        way = LinkWay(question, answer)
+        try:
+            if question.values is None:
+                self._loop.cancel(question.handle)
+            elif one(question.values, t.STOP):
+                self._stop(question.request_id, None)
+                way.reply([NOTHING], final=True)
+            else:
+                parameters = question.parameters or {}
+                self._enter(question.handle, question.request_id, question.values, parameters, way)
+        except Exception as error:
+            way.fail(error)
+
+    def _enter(self, handle: str, client_id: str, values: Values, parameters: Mapping[str, Any], way: Way) -> None:
         strategy = None
         try:
             ask = read_ask(values, parameters, self._tokenizer)
             strategy = self._strategies.choose(ask.strategy)
-            job = self._job(ask, strategy, parameters.get(t.HANDLE_PARAMETER) or uuid.uuid4().hex, channel)
-            self._enter(request.request_id(), job, channel)
+            job = self._job(ask, strategy, handle, way)
+            job.on_end = lambda: self._forget(client_id, handle)
+            with self._handles_lock:
+                self._handles[client_id].add(handle)
+            self._loop.submit(job)
         except UserError as error:
+            self._forget(client_id, handle)
             names = {} if strategy is None else {"strategy": strategy.name, "task": ask.task}
             self._metrics.refused(_refusal(error), **names)
             raise
 
-    def _job(self, ask: Ask, strategy: Any, handle: str, channel: Channel) -> Job:
+    def _job(self, ask: Ask, strategy: Strategy, handle: str, way: Way) -> Job:
         params = with_word_ids(self._tokenizer, ask.params)
         seed = fresh_seed() if params.seed is None else params.seed
         texts = [text_stream(self._tokenizer, params) for _ in range(params.n)]
@@ -312,20 +365,7 @@ class DflowModel:
         ]
         limits = [seconds for seconds in (ask.timeout, self._timeout) if seconds is not None]
         deadline = time.monotonic() + min(limits) if limits else None
-        return Job(handle, requests, texts, Reply(channel, ask, self._put), deadline, ask.task)
-
-    def _enter(self, client_id: str, job: Job, channel: Channel) -> None:
-        """Known by the client's id and watched before the loop can end it."""
-        if client_id:
-            with self._handles_lock:
-                self._handles[client_id].add(job.handle)
-        job.on_end = lambda: self._forget(client_id, job.handle)
-        self._watcher.add(job.handle, channel)
-        try:
-            self._loop.submit(job)
-        except UserError:
-            self._forget(client_id, job.handle)
-            raise
+        return Job(handle, requests, texts, Reply(way, ask, self._put), deadline, ask.task)
 
     def _forget(self, client_id: str, handle: str) -> None:
         self._watcher.remove(handle)
@@ -361,13 +401,17 @@ class DflowModel:
             os.kill(os.getppid(), signal.SIGTERM)
 
     def finalize(self) -> None:
-        """Triton calls it when all requests were answered."""
+        """Triton calls it when all requests were answered that it knows of; those of dflow_bls are not among them."""
+        self._link.close()
+        self._loop.drain(DRAIN_SECONDS)
         self._loop.close()
         self._watcher.close()
         self._outbox.put(None)
         self._sender.join()
         self._metrics.close()
         self._runtime.close()
+        del self._metrics  # Triton's metrics must go while its stub is there, or it crashes as it ends
+        gc.collect()
 
 
 def _refusal(error: UserError) -> str:
@@ -384,68 +428,50 @@ class DflowBlsModel:
 
     def initialize(self, args: Mapping[str, str]) -> None:
         self._tokenizer = Tokenizer.from_folder(_version_folder(args) / TOKENIZER_DIR)
-        self._watcher = Watcher(self._stop)
+        self._channels: dict[str, Channel] = {}
+        self._link = LinkClient(socket_path(os.getppid()), self._answer)
+        self._watcher = Watcher(lambda handle: self._ask(Question(handle)))
 
     def execute(self, requests: Sequence[Any]) -> None:
-        """A thread a request: each waits for the responses of dflow, whose queue bounds how many there are."""
+        """Only passes on."""
         for request in requests:
-            threading.Thread(target=self._serve, args=(request, Channel(request)), daemon=True).start()
+            channel = Channel(request)
+            try:
+                self._take(request, channel)
+            except Exception as error:
+                channel.fail(error)
 
-    def _serve(self, request: Any, channel: Channel) -> None:
-        handle = uuid.uuid4().hex
+    def _take(self, request: Any, channel: Channel) -> None:
+        values, parameters, handle = _values(request), _parameters(request), uuid.uuid4().hex
+        if not one(values, t.STOP):
+            values = {**values, **encoded(self._tokenizer, values)}
+        inputs = {tensor.name for tensor in t.DFLOW.inputs}
+        kept = {name: array.copy() for name, array in values.items() if name in inputs}
+        self._channels[handle] = channel
+        self._watcher.add(handle, channel)
+        self._ask(Question(handle, request.request_id(), kept, parameters, channel.names))
+
+    def _ask(self, question: Question) -> None:
         try:
-            values = _values(request)
-            if not one(values, t.STOP):
-                self._watcher.add(handle, channel)
-            self._pass_on(request, values, handle, channel)
-        except Exception as error:
-            channel.fail(error)
-        finally:
-            self._watcher.remove(handle)
-            channel.send(None, final=True)
+            self._link.ask(question)
+        except OSError:
+            message = f"{t.DFLOW.name} is not loaded; try later"
+            self._answer(Answer(question.handle, None, True, "UNAVAILABLE", message))
 
-    def _pass_on(self, request: Any, values: Values, handle: str, channel: Channel) -> None:
-        stop = bool(one(values, t.STOP))
-        parameters = {t.TASK_PARAMETER: read_task(_parameters(request))} | (
-            {} if stop else {t.HANDLE_PARAMETER: handle}
-        )
-        own = {tensor.name for tensor in t.PREPROCESSING.inputs}
-        inputs = {name: array for name, array in values.items() if name not in own} | encoded(self._tokenizer, values)
-        left = 1 if stop else one(values, t.NUM_SEQUENCES) or 1
-        names = channel.names | {t.FINISH_REASON.name, t.TEXT_OUTPUT.name}
-        for response in _ask_dflow(inputs, names, request.request_id(), parameters):
-            if response.has_error():
-                raise Unavailable(f"{t.DFLOW.name}: {response.error().message()}")
-            given = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
-            if not given:
-                continue
-            reasons = given[t.FINISH_REASON.name].reshape(-1)
-            if ERROR.encode() in reasons:
-                code, _, message = given[t.TEXT_OUTPUT.name][0].decode().partition(": ")
-                channel.send(_error_response(code, message), final=True)
-            left -= sum(map(bool, reasons))
-            channel.send(_response({name: given[name] for name in channel.names}), final=left <= 0)
-
-    def _stop(self, handle: str) -> None:
-        """The client of this request is gone."""
-        inputs = {t.STOP.name: np.ones((1, 1), np.bool_)}
-        inputs |= {tensor.name: np.zeros((1, 1), np.int32) for tensor in (t.INPUT_IDS, t.MAX_TOKENS)}
-        for _ in _ask_dflow(inputs, {t.FINISH_REASON.name}, "", {t.HANDLE_PARAMETER: handle}):
-            pass
+    def _answer(self, answer: Answer) -> None:
+        """An answer of dflow, by a thread of its own."""
+        channel = self._channels.get(answer.handle)
+        if channel is None:
+            return
+        if answer.final:
+            del self._channels[answer.handle]
+            self._watcher.remove(answer.handle)
+        if answer.tensors is None:
+            channel.send(_error_response(answer.code, answer.message), final=True)
+        else:
+            channel.send(_response(answer.tensors), answer.final)
 
     def finalize(self) -> None:
+        """Triton calls it when all requests were answered."""
         self._watcher.close()
-
-
-def _ask_dflow(
-    inputs: Mapping[str, Any], names: Iterable[str], request_id: str, parameters: Mapping[str, Any]
-) -> Iterable[Any]:
-    """The responses of dflow to a request."""
-    request = pb_utils.InferenceRequest(
-        model_name=t.DFLOW.name,
-        requested_output_names=sorted(names),
-        inputs=[pb_utils.Tensor(name, array) for name, array in inputs.items()],
-        request_id=request_id,
-        parameters=dict(parameters),
-    )
-    return request.exec(decoupled=True)  # type: ignore[no-any-return]
+        self._link.close()

@@ -239,6 +239,8 @@ def test_a_loss_fails_the_profile_after_everything_was_written(
         (["FOLDER"], ["not a bundle"]),
         ([], ["profile: nothing to profile", "--url"]),
         (["--url", "x"], ["--url: 'x'"]),
+        (["--url", "http://x", "--threads", "1"], ["--threads: is the server's own"]),
+        (["--url", "http://x", "--draft-policy", "adaptive"], ["--draft-policy: is the server's own"]),
         (["diff", "FOLDER", "FOLDER"], ["profile.json: No such file"]),
     ],
 )

@@ -203,12 +203,11 @@ def test_stages_are_of_steps_that_decode_alone() -> None:
         [run(DRAFTED, [], 1.0, steps=[*steps(1, {"drafter": 2.0, "host": 1.0}), *steps(1, {"prefill": 9.0})])]
     )
     assert found is not None
-    assert (found.rounds, found.milliseconds, found.total, found.relay_share) == (
-        1,
-        {"draft": 2.0, "host": 1.0},
-        3.0,
-        0,
-    )
+    assert (found.rounds, found.milliseconds, found.total) == (1, {"draft": 2.0, "host": 1.0}, 3.0)
+    assert found.relay_share is None
+    relayed = metrics.stages([run(DRAFTED, [], 1.0, steps=steps(2, {"relay": 1.0, "verify": 4.0}))])
+    assert relayed is not None
+    assert relayed.relay_share == 0.2
     assert metrics.stages([run(DRAFTED, [], 1.0, steps=steps(3, {"prefill": 1.0}))]) is None
 
 

@@ -284,6 +284,14 @@ def test_the_page_needs_nothing_from_elsewhere() -> None:
     assert len(source) < 400_000
 
 
+def test_loads_of_each_kind_have_a_plot_of_their_own() -> None:
+    closed = [DRAFTED.model_copy(update={"concurrency": count}) for count in (1, 2)]
+    opened = [Point(strategy="dflow", rate=rate) for rate in (1.0, 2.0)]
+    source = report(profile([result(each, drafted_runs()) for each in (*closed, *opened)]))
+    assert {"load", "rate"} <= set(Page(source).ids)
+    assert {"load", "rate"} & set(Page(report(made())).ids) == set(), "one load is no curve"
+
+
 def test_plots_take_their_colours_from_the_page() -> None:
     source = report(made())
     drawings = re.findall(r"<svg.*?</svg>", source, re.DOTALL)

@@ -1,0 +1,157 @@
+"""A local socket between two models of one server: requests one way, many answers each the other way.
+
+Triton lets a model ask another, but not for streams that can be trusted: in tritonserver 2.51 the responses behind the
+first touch Python without its lock, an error among them is lost, and a server that is stopping refuses what its own
+models ask. The socket lies in a folder of this user alone; what it carries is pickled.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+from dflow_trt.errors import UserError
+
+_ENDED = (EOFError, OSError)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A request. handle: of this one alone. values: its input tensors; None ends the request of that handle."""
+
+    handle: str
+    request_id: str = ""
+    values: Mapping[str, Any] | None = None
+    parameters: Mapping[str, Any] | None = None
+    names: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One of the answers to a request: output tensors, or an error's code and message, which is the last."""
+
+    handle: str
+    tensors: Mapping[str, Any] | None
+    final: bool
+    code: str = ""
+    message: str = ""
+
+
+def socket_path(server: int) -> Path:
+    """Where the models of the server with that process id meet. The folder is made."""
+    folder = Path(tempfile.gettempdir()) / f"dflow-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o077:
+        raise UserError(f"{folder}: others may write there; remove it, or name another folder with TMPDIR")
+    return folder / f"{server}.sock"
+
+
+class _Line:
+    """A connection that several threads write to."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._lock = connection, threading.Lock()
+
+    def send(self, message: Question | Answer) -> None:
+        with self._lock:
+            self._connection.send(message)
+
+    def read(self) -> Any:
+        return self._connection.recv()
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class LinkServer:
+    """The end that answers. on_question(question, answer) is called by one thread a connection."""
+
+    def __init__(self, path: Path, on_question: Callable[[Question, Callable[[Answer], None]], None]) -> None:
+        path.unlink(missing_ok=True)
+        self._path, self._on_question = path, on_question
+        self._listener = Listener(str(path), "AF_UNIX")
+        threading.Thread(target=self._accept, name="link", daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(*_ENDED):
+            while True:
+                line = _Line(self._listener.accept())
+                threading.Thread(target=self._serve, args=(line,), name="link", daemon=True).start()
+
+    def _serve(self, line: _Line) -> None:
+        """Until the other end is gone; what it had asked for is ended."""
+        open_handles: set[str] = set()
+
+        def answer(given: Answer) -> None:
+            if given.final:
+                open_handles.discard(given.handle)
+            with suppress(*_ENDED):  # nobody is there to read it
+                line.send(given)
+
+        with suppress(*_ENDED):
+            while True:
+                question = line.read()
+                if question.values is not None:
+                    open_handles.add(question.handle)
+                self._on_question(question, answer)
+        for handle in list(open_handles):
+            self._on_question(Question(handle), answer)
+
+    def close(self) -> None:
+        """Take no more connections; those that are open end with the process."""
+        self._listener.close()
+        self._path.unlink(missing_ok=True)
+
+
+class LinkClient:
+    """The end that asks. on_answer is called by a thread; UserError-free: a lost connection answers with a code."""
+
+    def __init__(self, path: Path, on_answer: Callable[[Answer], None]) -> None:
+        self._path, self._on_answer = path, on_answer
+        self._lock = threading.Lock()
+        self._line: _Line | None = None
+        self._open: set[str] = set()
+
+    def ask(self, question: Question) -> None:
+        """Send a question. Raises OSError where nobody listens."""
+        with self._lock:
+            if self._line is None:
+                self._line = _Line(Client(str(self._path), "AF_UNIX"))
+                threading.Thread(target=self._read, args=(self._line,), name="link", daemon=True).start()
+            line = self._line
+            if question.values is not None:
+                self._open.add(question.handle)
+        try:
+            line.send(question)
+        except OSError:
+            self._lose(line)
+
+    def _read(self, line: _Line) -> None:
+        with suppress(*_ENDED):
+            while True:
+                answer = line.read()
+                if answer.final:
+                    self._open.discard(answer.handle)
+                self._on_answer(answer)
+        self._lose(line)
+
+    def _lose(self, line: _Line) -> None:
+        """The other end is gone: its open requests fail, and the next question connects anew."""
+        with self._lock:
+            if self._line is not line:
+                return
+            self._line, handles, self._open = None, self._open, set()
+        for handle in handles:
+            self._on_answer(Answer(handle, None, True, "UNAVAILABLE", "the model was unloaded; try again later"))
+
+    def close(self) -> None:
+        with self._lock:
+            if self._line is not None:
+                self._line.close()
