@@ -22,7 +22,8 @@ from dflow_trt.profiling import metrics
 from dflow_trt.profiling.measure import Asked, LocalDriver, Run, Tick, Trace
 from dflow_trt.profiling.points import Family, Options
 from dflow_trt.profiling.record import Interval, Point, PointResult
-from dflow_trt.profiling.run import Session, encode, tokenizer_of
+from dflow_trt.profiling.run import encode, tokenizer_of
+from dflow_trt.profiling.session import Session
 from dflow_trt.profiling.workload import Vocabulary, Workload, random_workload, read_workload, takes_chats
 from dflow_trt.runtime.ort import OrtRuntime
 from dflow_trt.spec import AUTOREGRESSIVE
@@ -117,7 +118,7 @@ class _Turns:
         self._ours, self._peers = ours, peers
 
     def run(self, point: Point, asked: Sequence[Asked], offsets: Sequence[float] | None = None) -> Run:
-        """See :class:`dflow_trt.profiling.run.Driver`."""
+        """See :class:`dflow_trt.profiling.session.Driver`."""
         generate = self._peers.generate.get(point.strategy)
         if generate is None:
             return self._ours.run(point, asked, offsets)

@@ -20,7 +20,7 @@ def checked_folder(folder: Path | str) -> Path:
     """The folder, which must exist and have a ``config.json``."""
     path = Path(folder)
     if not (path / CONFIG).is_file():
-        found = "a folder without it" if path.is_dir() else "not in a folder: the path is no folder"
+        found = "missing" if path.is_dir() else "missing, there is no such folder"
         raise refuse(path, CONFIG, found, "a Hugging Face checkpoint folder", "check the path")
     return path
 

@@ -49,4 +49,5 @@ def package(bundle: Path, output: Path, shares: Sequence[str], force: bool, as_j
         print_json(dataclasses.asdict(made))
         return
     click.echo(f"{made.path}: {', '.join(made.models)}")
-    click.echo(f"try: tritonserver --model-repository={made.path}")
+    click.echo(f"a tritonserver whose Python has dflow-trt takes it: tritonserver --model-repository={made.path}")
+    click.echo(f"with an OpenAI endpoint, and with pip's server: dflow-trt serve {bundle}")

@@ -15,8 +15,9 @@ from dflow_trt.errors import UserError
 
 if TYPE_CHECKING:
     from dflow_trt.profiling.points import Options
+    from dflow_trt.profiling.prices import Prices
     from dflow_trt.profiling.record import Profile
-    from dflow_trt.profiling.run import Prices, Result
+    from dflow_trt.profiling.run import Result
     from dflow_trt.profiling.workload import Choice
 
 
@@ -67,6 +68,7 @@ def _sweep_options(command: Callable[..., Any]) -> Callable[..., Any]:
         (("--concurrency", "concurrency"), {**_listed(int), "help": "Requests always in flight. [default: 1]"}),
         (("--rate", "rates"), {**_listed(float), "help": "Requests a second that arrive at random, instead."}),
         (("--draft-tokens", "draft_tokens"), {**_listed(int), "help": "Most drafts verified in a round."}),
+        (("--block-size", "block_sizes"), {**_listed(int), "help": "The same, with the anchor: drafts and 1."}),
         (("--draft-policy", "policies"), {**_listed(str, "NAME,..."), "help": "fixed, adaptive. [default: fixed]"}),
         (("--temperature", "temperatures"), {**_listed(float), "help": "0 is greedy. [default: 0]"}),
         (("--seed", "seed"), {"type": click.IntRange(0), "default": 0, "help": "Of sampling, prompts, arrivals."}),
@@ -127,7 +129,7 @@ def _load(report: bool = False, remote: bool = False) -> None:
             try:
                 import_module(name)
             except ModuleNotFoundError as error:
-                raise UserError(f"profile: needs {error.name}; pip install 'dflow-trt[{extra}]'") from None
+                raise UserError(f"profile: needs {error.name}; pip install '.[{extra}]' in the checkout") from None
 
 
 def _measure(bundle: Path | None, url: str | None, given: dict[str, Any]) -> Result:
@@ -165,6 +167,10 @@ def _options(given: dict[str, Any]) -> Options:
         if given["max_tokens"] is not None:
             raise UserError("--output-len and --max-tokens: both say how long answers are; leave out one")
         given = given | {"max_tokens": given["output_len"], "ignore_eos": True}
+    if given["block_sizes"] is not None:
+        if given["draft_tokens"] is not None:
+            raise UserError("--block-size and --draft-tokens: both say how many drafts are verified; leave out one")
+        given = given | {"draft_tokens": tuple(size - 1 for size in given["block_sizes"])}
     if given["rates"] is not None and given["concurrency"] is None:
         given = given | {"concurrency": ()}
     names = Options.__dataclass_fields__
@@ -172,7 +178,7 @@ def _options(given: dict[str, Any]) -> Options:
 
 
 def _prices(given: dict[str, Any]) -> Prices:
-    from dflow_trt.profiling.run import Prices
+    from dflow_trt.profiling.prices import Prices
 
     return Prices(given["price_per_hour"], given["hosted_price"])
 

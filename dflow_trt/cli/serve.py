@@ -14,7 +14,7 @@ from dflow_trt.spec import DRAFT_POLICIES, DraftPolicy
 
 PORT = click.IntRange(0, 65535)
 SECONDS = click.FloatRange(0, min_open=True)
-NEEDS = "pip install 'dflow-trt[triton,serve]'"
+NEEDS = "pip install '.[triton,serve]' in the checkout"
 
 
 @click.command()

@@ -230,9 +230,16 @@ def computes(build: BuildSpec, capability: str) -> bool:
 
 
 def plugin_library() -> Path:
-    """The usual place of the plugin library: what DFLOW_TRT_PLUGIN names, else where a checkout builds it."""
+    """The usual place of the plugin library: what DFLOW_TRT_PLUGIN names, else where a checkout builds it.
+
+    That is the checkout that this package lies in, or where it was installed from one, the current folder.
+    """
+    named = os.environ.get(PLUGIN_VARIABLE)
+    if named:
+        return Path(named)
     checkout = Path(dflow_trt.__file__).resolve().parents[1]
-    return Path(os.environ.get(PLUGIN_VARIABLE) or checkout / "build" / "plugins" / PLUGIN_LIBRARY)
+    built = [folder / "build" / "plugins" / PLUGIN_LIBRARY for folder in (checkout, Path.cwd())]
+    return built[0] if built[0].is_file() else built[1]
 
 
 def _without_graphs(bundle: Bundle) -> dict[str, FileEntry]:
@@ -248,7 +255,7 @@ def run_job(job: EngineJob, environment: Mapping[str, str]) -> EngineResult:
     with tempfile.TemporaryDirectory() as place:
         source, target = Path(place) / "job.json", Path(place) / "result.json"
         source.write_text(json.dumps(dataclasses.asdict(job)), encoding="utf-8")
-        command = [sys.executable, "-m", "dflow_trt.compile.engine", str(source), str(target)]
+        command = [sys.executable, "-P", "-m", "dflow_trt.compile.engine", str(source), str(target)]
         ended = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
         if ended.returncode or not target.is_file():
             last = (ended.stderr.strip().splitlines() or ["no message"])[-1]

@@ -43,7 +43,10 @@ class TensorRTRTX(TensorRT):
                 found = f"{name} in {build.dtype}"
                 if build.target_weights in LEAST_CAPABILITY:
                     found += f" with {build.target_weights} weights"
-                raise UserError(f"--compute-capability: {found}; allowed: {', '.join(offered)}")
+                raise UserError(
+                    f"--compute-capability: {found}; allowed: {', '.join(offered)}; for other GPUs build on "
+                    "their own machine with --backend tensorrt"
+                )
         return tuple(dict.fromkeys(chosen))
 
     def _machine(self, build: BuildSpec) -> dict[str, str]:

@@ -21,7 +21,7 @@ from typing import Literal
 
 from dflow_trt import contract as c
 
-State = Literal["ok", "missing", "broken"]
+State = Literal["ok", "missing", "untested", "broken"]
 SECONDS = 120.0
 OLDEST_GLIBC = (2, 28)  # of the wheels of TensorRT and CUDA
 ABSENT = "not installed"
@@ -167,12 +167,12 @@ print(*(name for name in names if registry.get_creator(name, version, domain) is
 
 def _plugin(modules: Sequence[str]) -> Finding:
     """Built, loaded into the registry of the first TensorRT there is, and whether it gives its plugins there."""
-    name, build = "dflow:: plugin", "bash build_scripts/build_plugins.sh"
+    name, build = "dflow:: plugin", "bash build_scripts/build_plugins.sh --fetch-toolchain build/toolchain"
     path = _python_says("from dflow_trt.compile.tensorrt import plugin_library; print(plugin_library())")[1]
     if not Path(path).is_file():
         return Finding(name, "GPU", "missing", f"no {path}", build)
     if not modules:
-        return Finding(name, "GPU", "missing", f"{path}, no TensorRT to load it into", _install("tensorrt"))
+        return Finding(name, "GPU", "untested", f"{path}, no TensorRT to load it into", _install("tensorrt"))
     plugins = [plugin.name for plugin in c.PLUGINS]
     works, found = _python_says(PLUGIN_QUESTION, modules[0], path, c.PLUGIN_VERSION, c.PLUGIN_DOMAIN, *plugins)
     if works and found.split() == plugins:
@@ -258,7 +258,7 @@ def _import(module: str) -> tuple[bool, str]:
 
 
 def _python_says(code: str, *arguments: str) -> tuple[bool, str]:
-    return _run([sys.executable, "-c", code, *arguments])
+    return _run([sys.executable, "-P", "-c", code, *arguments])
 
 
 def _run(command: Sequence[str]) -> tuple[bool, str]:

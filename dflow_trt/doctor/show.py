@@ -10,7 +10,7 @@ from typing import Any
 from dflow_trt.doctor.examine import Finding
 
 PLAIN_WIDTH = 200  # columns of a file or pipe, as everywhere
-COLOURS = {"ok": "green", "missing": "yellow", "broken": "red"}
+COLOURS = {"ok": "green", "missing": "yellow", "untested": "yellow", "broken": "red"}
 CPU_PATH = "everything"
 
 
@@ -25,7 +25,7 @@ def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def show(findings: Sequence[Finding]) -> None:
-    """One row a finding, the command that fixes it beside it; then what works, in a line."""
+    """One row a finding; then the commands that fix what is missing, whole; then what works, in a line."""
     from rich import box
     from rich.console import Console
     from rich.table import Column, Table
@@ -34,10 +34,13 @@ def show(findings: Sequence[Finding]) -> None:
     out = Console(highlight=False)
     if not out.is_terminal and "COLUMNS" not in os.environ:
         out.width = PLAIN_WIDTH
-    columns = (Column("", no_wrap=True), Column("state", no_wrap=True), "for", "found", "what to do")
+    columns = (Column("", no_wrap=True), Column("state", no_wrap=True), "for", "found")
     table = Table(*columns, box=box.SIMPLE_HEAD)
     for each in findings:
         state = Text(each.state, style=COLOURS[each.state])
-        table.add_row(each.name, state, each.serves, Text(each.found, overflow="fold"), Text(each.fix, style="bold"))
+        table.add_row(each.name, state, each.serves, Text(each.found, overflow="fold"))
     out.print(table)
+    for fix in dict.fromkeys(each.fix for each in findings if each.fix):
+        names = ", ".join(each.name for each in findings if each.fix == fix)
+        out.print(Text(f"  for {names}:\n    ").append(fix, style="bold"), soft_wrap=True)
     out.print(f"  the CPU path {'works' if works_on_cpu(findings) else '[bold red]does not work[/]: see above'}")

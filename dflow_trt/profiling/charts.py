@@ -377,6 +377,8 @@ def _roofline_chart(profile: Profile) -> Chart | None:
     _draw_roof(axes, found)
     axes.set_xscale("log")
     axes.set_yscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("operations a byte")
     axes.set_ylabel("Gop/s")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)

@@ -34,11 +34,17 @@ ENDLESS = 1 << 30  # requests that may wait: an open loop refuses none
 class Clock(Protocol):
     """Seconds on the wall and on the processor (all threads of this process)."""
 
-    def now(self) -> float: ...
+    def now(self) -> float:
+        """On the wall."""
+        ...
 
-    def cpu(self) -> float: ...
+    def cpu(self) -> float:
+        """On the processor."""
+        ...
 
-    def sleep(self, seconds: float) -> None: ...
+    def sleep(self, seconds: float) -> None:
+        """Let so many pass."""
+        ...
 
 
 class SystemClock:

@@ -96,7 +96,7 @@ class Family:
 
 
 @dataclass(frozen=True)
-class Turn:
+class PlannedTurn:
     """A turn of one point. seed: of its arrivals, the same for every point of the family."""
 
     point: Point
@@ -158,20 +158,20 @@ def _asked(options: Options, prompts: Sequence[Prompt], temperature: float, conc
     return [Asked(i, item, ids, dataclasses.replace(params, seed=options.seed + i)) for i, (item, ids) in places]
 
 
-def warmup_turns(families: Sequence[Family], options: Options) -> Iterator[Turn]:
+def warmup_turns(families: Sequence[Family], options: Options) -> Iterator[PlannedTurn]:
     """The first turn of every point, so often."""
     for family, again in itertools.product(families, range(options.warmup)):
         for point in family.points:
-            yield Turn(point, family.turns[0], -1, again, (options.seed, 0))
+            yield PlannedTurn(point, family.turns[0], -1, again, (options.seed, 0))
 
 
-def measured_turns(families: Sequence[Family], options: Options) -> Iterator[Turn]:
+def measured_turns(families: Sequence[Family], options: Options) -> Iterator[PlannedTurn]:
     """All turns in their order."""
     for repetition in range(options.repetitions):
         for family in alternating(families, repetition):
             for number, asked in enumerate(family.turns):
                 for point in alternating(family.points, repetition + number):
-                    yield Turn(point, asked, repetition, number, (options.seed, 1 + repetition, number))
+                    yield PlannedTurn(point, asked, repetition, number, (options.seed, 1 + repetition, number))
 
 
 def alternating(elements: Sequence[Element], turn: int) -> Sequence[Element]:

@@ -10,7 +10,7 @@ from dflow_trt.progress import ProgressBar
 
 
 class Progress(ProgressBar):
-    """:class:`dflow_trt.profiling.run.Report` as a bar of turns."""
+    """:class:`dflow_trt.profiling.session.Report` as a bar of turns."""
 
     def __init__(self, console: Console) -> None:
         columns = (SpinnerColumn(), TextColumn("{task.description:<40}"), BarColumn(), MofNCompleteColumn())

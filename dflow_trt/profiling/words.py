@@ -88,7 +88,7 @@ def asked(settings: Settings) -> str:
     """The requests of a repetition."""
     counts = sorted(set(settings.requests.values()))
     number = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
-    sources = ", ".join(each.source for each in settings.workload)
+    sources = ", ".join("the example" if each.kind == "example" else each.source for each in settings.workload)
     return f"{number} requests of {sources}, at most {settings.max_tokens} tokens each"
 
 

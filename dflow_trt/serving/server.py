@@ -16,8 +16,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ STUB = "triton_python_backend_stub"
 DRAIN_SECONDS = 30
 START_SECONDS = 600.0
 KILL_SECONDS = 3.0  # that it may take to end after its own time is over
+HARMLESS = (b"CudaDriverHelper has not been initialized", b"unable to create stream for ensemble: CUDA driver version")
 _POLL_SECONDS = 0.05
 _START_TRIES = 3  # a port that was free may be taken before the server binds it
 _PROBE = """
@@ -96,7 +98,7 @@ def find_server(interpreter: Interpreter, home: str | Path | None = None) -> Ins
         return _installation(Path(on_path).resolve().parent.parent, interpreter)
     raise UserError(
         f"no tritonserver: neither nvidia-pytriton beside {interpreter.executable} nor tritonserver on PATH; "
-        f"pip install 'dflow-trt[triton,serve]', or name its folder with --triton-home or {HOME_VARIABLE}"
+        f"pip install '.[triton,serve]' in the checkout, or name its folder with --triton-home or {HOME_VARIABLE}"
     )
 
 
@@ -135,7 +137,7 @@ class TritonServer:
         options: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self.repository, self.host, self.log = Path(repository), host, log
+        self.repository, self.host, self.log = Path(repository).resolve(), host, log
         self._interpreter = find_interpreter(python)
         self._installation = find_server(self._interpreter, home)
         self._wanted, self._options = ports or Ports(), tuple(options)
@@ -198,11 +200,14 @@ class TritonServer:
         self._process = subprocess.Popen(
             self._arguments(),
             env=self._server_environment(),
+            cwd=self.repository,  # where no package lies that a model could import in place of the installed one
             stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT if output else None,
+            stdout=output or subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        if not output:
+            threading.Thread(target=_hand_on, args=(self._process.stdout,), daemon=True).start()
 
     def _arguments(self) -> list[str]:
         addresses = {"http": self.ports.http, "grpc": self.ports.grpc, "metrics": self.ports.metrics}
@@ -238,7 +243,7 @@ class TritonServer:
         given = {**os.environ, **self._environment}
         front = {"PATH": str(self._interpreter.executable.parent), "LD_LIBRARY_PATH": self._interpreter.libraries}
         paths = {name: os.pathsep.join(filter(None, (value, given.get(name)))) for name, value in front.items()}
-        return {**given, **paths, "PYTHONUNBUFFERED": "1"}
+        return {**given, **paths, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
 
     def wait_ready(self, timeout: float) -> None:
         """Until every model is ready. UserError where the server ends instead, or takes longer."""
@@ -291,6 +296,14 @@ class TritonServer:
                 os.killpg(process.pid, signal.SIGKILL)
         self._stack.close()
         return code
+
+
+def _hand_on(output: Iterable[bytes]) -> None:
+    """The server's lines to this process's stderr, but for those that only say that there is no GPU."""
+    for line in output:
+        if not any(harmless in line for harmless in HARMLESS):
+            sys.stderr.buffer.write(line)
+            sys.stderr.buffer.flush()
 
 
 def _free_ports(host: str, wanted: Ports) -> Ports:

@@ -550,4 +550,4 @@ def test_what_cannot_start_says_why_in_one_line(serve_python: Path, example: Pai
 def test_without_a_tritonserver_it_says_how_to_get_one(example: Pair) -> None:
     line = one_line(command(Path(sys.executable), str(example.bundle.path), "--port", "0", PATH="/usr/bin:/bin"))
     assert "no tritonserver" in line
-    assert "pip install 'dflow-trt[triton,serve]'" in line
+    assert "pip install '.[triton,serve]'" in line

@@ -178,12 +178,13 @@ def test_a_table_for_people(dflow: Run, bundle: Path) -> None:
 
 
 def test_random_prompts_sweeps_and_an_open_loop(dflow: Run, bundle: Path) -> None:
-    sweep = ("--input-len", "16,48", "--output-len", "9", "--draft-tokens", "3", "--draft-policy", "fixed,adaptive")
+    sweep = ("--input-len", "16,48", "--output-len", "9", "--block-size", "4", "--draft-policy", "fixed,adaptive")
     loads = ("--rate", "200", "--temperature", "0,0.8", "--strategy", "dflash", "--warmup", "0")
     record = dflow("profile", bundle, *QUICK[:6], "--no-roofline", *sweep, *loads, "--json").record
     assert len(record.results) == 2 * 2 * 3
     assert {each.point.input_len for each in record.results} == {16, 48}
     assert {each.point.rate for each in record.results} == {200.0}
+    assert {each.point.draft_tokens for each in record.results} == {None, 3}
     assert {(each.requests, each.throughput.output_tokens) for each in record.results} == {(6, 54)}
     assert record.lossless.compared == record.lossless.same == 72
     assert (record.costs, record.advice, record.settings.ignore_eos) == ([], [], True)
@@ -233,6 +234,7 @@ def test_a_loss_fails_the_profile_after_everything_was_written(
         (["BUNDLE", "--input-len", "600"], ["the prompt has 600 tokens, this bundle takes 512"]),
         (["BUNDLE", "--max-tokens", "0"], ["--max-tokens: 0"]),
         (["BUNDLE", "--max-tokens", "4", "--output-len", "4"], ["--output-len and --max-tokens"]),
+        (["BUNDLE", "--block-size", "4", "--draft-tokens", "3"], ["--block-size and --draft-tokens"]),
         (["BUNDLE", "--hosted-price", "1"], ["--hosted-price", "--price-per-hour"]),
         (["BUNDLE", "--price-per-hour", "0"], ["--price-per-hour: 0"]),
         (["BUNDLE", "--output", "FOLDER"], ["--output: ", "exists", "--force"]),
@@ -270,7 +272,7 @@ def test_a_missing_extra_is_named(bundle: Path) -> None:
     command = [sys.executable, "-c", hidden, "profile", str(bundle)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "error: profile: needs pydantic; pip install 'dflow-trt[profile]'\n"
+    assert done.stderr == "error: profile: needs pydantic; pip install '.[profile]' in the checkout\n"
 
 
 # -- two of them -------------------------------------------------------------------------------------------------------

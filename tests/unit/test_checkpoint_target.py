@@ -240,7 +240,7 @@ EMBED = "model.embed_tokens.weight"
 REFUSED: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "no config": (
         lambda f: (f / "config.json").unlink(),
-        ("config.json is a folder without it", "Hugging Face"),
+        ("config.json is missing", "Hugging Face"),
     ),
     "unreadable JSON": (_text("config.json", "{"), ("config.json: the content is", "one JSON object")),
     "JSON list": (_text("config.json", "[1]"), ("config.json: the content is [1]", "one JSON object")),
@@ -469,7 +469,7 @@ def test_refused_by_key_value_and_allowed_values(tmp_path: Path, name: str) -> N
 
 
 def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="the path is no folder"):
+    with pytest.raises(UserError, match="there is no such folder"):
         read_target(tmp_path / "absent")
 
 

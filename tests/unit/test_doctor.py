@@ -93,7 +93,7 @@ def test_the_plugin_is_loaded_in_a_process_of_its_own(tmp_path: Path, monkeypatc
     monkeypatch.setenv("KNOWN", "HiddenStateExtract")
     found = examine._plugin(["tensorrt"])
     assert (found.state, found.found) == ("broken", f"{library}: HiddenStateExtract in tensorrt")
-    assert found.fix == "bash build_scripts/build_plugins.sh"
+    assert found.fix == "bash build_scripts/build_plugins.sh --fetch-toolchain build/toolchain"
     monkeypatch.setenv("KNOWN", "HiddenStateExtract RelayInject")
     assert examine._plugin(["tensorrt"]).state == "ok"
     monkeypatch.setenv("KNOWN", "crash")

@@ -21,7 +21,7 @@ from dflow_trt.profiling.costs import lengths, measure_costs
 from dflow_trt.profiling.measure import Asked, LocalDriver, Run, Trace, arrivals
 from dflow_trt.profiling.points import Options, families, measured_turns, warmup_turns
 from dflow_trt.profiling.record import Point
-from dflow_trt.profiling.run import Lost, Session
+from dflow_trt.profiling.session import Lost, Session
 from dflow_trt.profiling.workload import Item
 from dflow_trt.request import Request
 

@@ -28,7 +28,8 @@ from dflow_trt.profiling.remote import counters
 from dflow_trt.profiling.remote.base import Piece, RequestFailed
 from dflow_trt.profiling.remote.run import Address, RemoteDriver, profile_server
 from dflow_trt.profiling.remote.triton import TritonChannel
-from dflow_trt.profiling.run import Lost, Result
+from dflow_trt.profiling.run import Result
+from dflow_trt.profiling.session import Lost
 from dflow_trt.profiling.workload import Choice
 from dflow_trt.serving.openai.app import Endpoint, Settings, build_app
 from dflow_trt.serving.openai.backend import Backend

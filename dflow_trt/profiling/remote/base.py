@@ -39,12 +39,18 @@ class Piece:
 class Channel(Protocol):
     """A connection to one server. It belongs to one event loop.
 
-    Raises :class:`~dflow_trt.profiling.run.Lost` where the server is gone, UserError for what it refuses, and
+    Raises :class:`~dflow_trt.profiling.session.Lost` where the server is gone, UserError for what it refuses, and
     :class:`RequestFailed`.
     """
 
-    async def facts(self) -> Facts: ...
+    async def facts(self) -> Facts:
+        """What the server says of itself."""
+        ...
 
-    def ask(self, point: Point, asked: Asked) -> AsyncGenerator[Piece, None]: ...
+    def ask(self, point: Point, asked: Asked) -> AsyncGenerator[Piece, None]:
+        """The pieces of one answer as they come; leaving early cancels it."""
+        ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Nothing is asked any more."""
+        ...

@@ -13,7 +13,7 @@ from dflow_trt.method.draft import draft_length
 from dflow_trt.profiling.measure import Asked
 from dflow_trt.profiling.record import Point
 from dflow_trt.profiling.remote.base import Facts, Piece, RequestFailed
-from dflow_trt.profiling.run import Lost
+from dflow_trt.profiling.session import Lost
 from dflow_trt.serving.openai.protocol import TASK
 
 SECONDS = 600.0  # of silence, after which a request has failed

@@ -15,16 +15,14 @@ from dflow_trt.bundle import Bundle, open_bundle
 from dflow_trt.errors import UserError
 from dflow_trt.profiling.measure import Asked, Run, Tick, Trace
 from dflow_trt.profiling.points import Options, Prompt, families, most_requests
+from dflow_trt.profiling.prices import Prices
 from dflow_trt.profiling.record import Point, ServerCheck, Subject
 from dflow_trt.profiling.remote import counters
 from dflow_trt.profiling.remote.base import Channel, Facts, Piece, RequestFailed
 from dflow_trt.profiling.remote.openai import OpenAiChannel
 from dflow_trt.profiling.remote.triton import TritonChannel
 from dflow_trt.profiling.run import (
-    Prices,
-    Report,
     Result,
-    Session,
     assemble,
     check_strategies,
     encode,
@@ -32,6 +30,7 @@ from dflow_trt.profiling.run import (
     tokenizer_of,
     vocabulary_of,
 )
+from dflow_trt.profiling.session import Report, Session
 from dflow_trt.profiling.workload import Choice, Workload, takes_chats
 from dflow_trt.spec import AUTOREGRESSIVE
 
@@ -177,7 +176,7 @@ def _checked(address: Address, before: counters.Counts | str, session: Session) 
 
 
 class RemoteDriver:
-    """:class:`dflow_trt.profiling.run.Driver` over a channel."""
+    """:class:`dflow_trt.profiling.session.Driver` over a channel."""
 
     def __init__(self, channel: Channel, runner: asyncio.Runner) -> None:
         self._channel, self._runner = channel, runner

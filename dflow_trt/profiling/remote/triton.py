@@ -15,7 +15,7 @@ from dflow_trt.errors import UserError
 from dflow_trt.profiling.measure import Asked
 from dflow_trt.profiling.record import Point
 from dflow_trt.profiling.remote.base import Facts, Piece, RequestFailed
-from dflow_trt.profiling.run import Lost
+from dflow_trt.profiling.session import Lost
 from dflow_trt.request import RequestStats
 from dflow_trt.serving import tensors as t
 from dflow_trt.serving.openai.backend import Backend
