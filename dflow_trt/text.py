@@ -27,6 +27,9 @@ _TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, ArithmeticError
 _REPLACEMENT = "\ufffd"  # what decoders put for bytes that are not, or not yet, UTF-8
 _LONGEST_CHARACTER = 4  # in bytes, hence in tokens of one byte each
 
+LONG_TEXT = 2**14  # characters
+SHORTENED = 4  # so many characters may become one before a text is cut into tokens (Unicode's composition)
+
 
 class Tokenizer:
     """A checkpoint's tokenizer and chat template. Made by :meth:`from_folder`; immutable, shared by all requests.
@@ -46,7 +49,9 @@ class Tokenizer:
         self._templates = dict(templates)
         self._compiled: dict[str, jinja2.Template] = {}
         self._bytes: dict[int, bytes] = {}  # of tokens seen
-        self.size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.size = max(vocabulary.values(), default=-1) + 1
+        self._longest_token = max(map(len, vocabulary), default=1)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token for token, entry in added.items() if entry.special)
         self.byte_level = backend.decoder is not None and b'"ByteLevel"' in backend.decoder.__getstate__()
@@ -66,6 +71,7 @@ class Tokenizer:
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         add_generation_prompt: bool = True,
         **template_kwargs: Any,
     ) -> list[int]:
@@ -75,12 +81,16 @@ class Tokenizer:
         turn. template_kwargs: what else this template knows (``tools``, ``enable_thinking``, ...).
         Raises UserError for malformed messages, a missing template, or one that refuses the messages.
         """
-        text = self.render_chat(messages, add_generation_prompt, **template_kwargs)
+        return self.encode_rendered(self.render_chat(messages, add_generation_prompt, **template_kwargs))
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Token ids of what :meth:`render_chat` gave, which has all special tokens spelled out."""
         return self._encode(text, add_special_tokens=False)
 
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         add_generation_prompt: bool = True,
         **template_kwargs: Any,
     ) -> str:
@@ -125,9 +135,16 @@ class Tokenizer:
         return text.encode() if None in mapped else bytes(byte for byte in mapped if byte is not None)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        if not isinstance(text, str) or any("\ud800" <= char <= "\udfff" for char in text):
+        if not isinstance(text, str) or not _is_unicode(text):
             raise UserError(f"the text is {_show(text)}; allowed: a string without lone surrogates")
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        if len(text) < LONG_TEXT:
+            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        # A batch is encoded without Python's lock, so that a long text holds up nobody else.
+        return list(self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
+
+    def least_tokens(self, text: str) -> int:
+        """A number of tokens that a text has at least; from its length alone, so much quicker than encoding it."""
+        return len(text) // (SHORTENED * self._longest_token)
 
     def _template(self, name: str) -> jinja2.Template:
         source = self._templates.get(name, self._templates.get("default"))
@@ -136,6 +153,14 @@ class Tokenizer:
         if source not in self._compiled:
             self._compiled[source] = _compile(source)
         return self._compiled[source]
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _show(value: Any) -> str:

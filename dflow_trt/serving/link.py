@@ -7,6 +7,7 @@ models ask. The socket lies in a folder of this user alone; what it carries is p
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
 import threading
@@ -20,6 +21,7 @@ from typing import Any
 from dflow_trt.errors import UserError
 
 _ENDED = (EOFError, OSError)
+_NUMBERS = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -44,13 +46,13 @@ class Answer:
     message: str = ""
 
 
-def socket_path(server: int) -> Path:
-    """Where the models of the server with that process id meet. The folder is made."""
+def meeting_place() -> Path:
+    """The folder where models meet. It is made, and must be of this user alone: UserError where it is not."""
     folder = Path(tempfile.gettempdir()) / f"dflow-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o077:
         raise UserError(f"{folder}: others may write there; remove it, or name another folder with TMPDIR")
-    return folder / f"{server}.sock"
+    return folder
 
 
 class _Line:
@@ -71,11 +73,16 @@ class _Line:
 
 
 class LinkServer:
-    """The end that answers. on_question(question, answer) is called by one thread a connection."""
+    """The end that answers. on_question(question, answer) is called by one thread a connection.
 
-    def __init__(self, path: Path, on_question: Callable[[Question, Callable[[Answer], None]], None]) -> None:
+    server: the process id of the server. A model that is loaded again may be there before the old one has ended, so
+    each has a socket of its own.
+    """
+
+    def __init__(self, server: int, on_question: Callable[[Question, Callable[[Answer], None]], None]) -> None:
+        path = meeting_place() / f"{server}-{os.getpid()}-{next(_NUMBERS)}.sock"
         path.unlink(missing_ok=True)
-        self._path, self._on_question = path, on_question
+        self._on_question = on_question
         self._listener = Listener(str(path), "AF_UNIX")
         threading.Thread(target=self._accept, name="link", daemon=True).start()
 
@@ -107,14 +114,22 @@ class LinkServer:
     def close(self) -> None:
         """Take no more connections; those that are open end with the process."""
         self._listener.close()
-        self._path.unlink(missing_ok=True)
+
+
+def _connected(server: int) -> Connection:
+    """To the newest of the sockets that somebody listens at; OSError where there is none."""
+    found = sorted(meeting_place().glob(f"{server}-*.sock"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    for path in found:
+        with suppress(OSError):
+            return Client(str(path), "AF_UNIX")
+    raise ConnectionRefusedError
 
 
 class LinkClient:
-    """The end that asks. on_answer is called by a thread; UserError-free: a lost connection answers with a code."""
+    """The end that asks. on_answer is called by a thread; where the connection is lost, with an error for each."""
 
-    def __init__(self, path: Path, on_answer: Callable[[Answer], None]) -> None:
-        self._path, self._on_answer = path, on_answer
+    def __init__(self, server: int, on_answer: Callable[[Answer], None]) -> None:
+        self._server, self._on_answer = server, on_answer
         self._lock = threading.Lock()
         self._line: _Line | None = None
         self._open: set[str] = set()
@@ -123,7 +138,7 @@ class LinkClient:
         """Send a question. Raises OSError where nobody listens."""
         with self._lock:
             if self._line is None:
-                self._line = _Line(Client(str(self._path), "AF_UNIX"))
+                self._line = _Line(_connected(self._server))
                 threading.Thread(target=self._read, args=(self._line,), name="link", daemon=True).start()
             line = self._line
             if question.values is not None:

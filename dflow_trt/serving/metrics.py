@@ -104,6 +104,7 @@ class ServingMetrics:
         self._steps, self._slot_steps = single(t.STEPS), single(t.SLOT_STEPS)
         self._slots_in_use, self._queue_length = single(t.SLOTS_IN_USE), single(t.QUEUE_LENGTH)
         self._heartbeat = single(t.HEARTBEAT)
+        self.beat()  # whatever is published before the loop turns tells of this moment, not of 1970
 
     # -- publishing --------------------------------------------------------------------------------------------------
 

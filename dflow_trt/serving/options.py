@@ -20,6 +20,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 Values = Mapping[str, Array]
 """Input tensors by name, as Triton gives them: [1, ...], texts as bytes."""
 
+MAX_WORDS, MAX_WORD_CHARACTERS = 256, 1024
+"""Stop and bad words of one request: each costs time at every token, which the requests beside it pay as well."""
 PARAMETERS = (t.TASK_PARAMETER, t.HANDLE_PARAMETER, "id")  # Triton's generate endpoint leaves the id among them
 _NAMES = {"n": t.NUM_SEQUENCES.name, "stop": t.STOP_WORDS.name}  # fields of SamplingParams whose tensors differ
 
@@ -44,9 +46,11 @@ class Ask:
 def read_ask(values: Values, parameters: Mapping[str, Any], tokenizer: Tokenizer | None) -> Ask:
     """The request in these tensors. UserError names the tensor or parameter at fault."""
     _refuse_what_is_not_offered(values)
+    params = _sampling(values, tokenizer)
+    check_words(params)
     return Ask(
         prompt_ids=_items(values, t.INPUT_IDS),
-        params=_sampling(values, tokenizer),
+        params=params,
         strategy=one(values, t.STRATEGY) or None,
         draft_tokens=one(values, t.DRAFT_TOKENS),
         stream=bool(one(values, t.STREAM)),
@@ -54,6 +58,25 @@ def read_ask(values: Values, parameters: Mapping[str, Any], tokenizer: Tokenizer
         task=read_task(parameters),
         prefix=one(values, t.PREFIX) or "",
     )
+
+
+def check_words(params: SamplingParams) -> None:
+    """UserError for more or longer stop and bad words than one request may have."""
+    for name, given in (("stop", params.stop), ("bad_words", params.bad_words)):
+        words = [given] if isinstance(given, str) else list(given)
+        longest = max(map(len, words), default=0)
+        if len(words) > MAX_WORDS or longest > MAX_WORD_CHARACTERS:
+            raise UserError(
+                f"{name}: {len(words)} texts, the longest of {longest} characters; allowed: {MAX_WORDS} texts of up to "
+                f"{MAX_WORD_CHARACTERS}"
+            )
+
+
+def check_length(tokenizer: Tokenizer, text: str, limit: int) -> None:
+    """UserError, without encoding it, for a text that must have more tokens than a bundle takes."""
+    least = tokenizer.least_tokens(text)
+    if least > limit:
+        raise UserError(f"the prompt has {least} tokens or more, this server takes {limit}; shorten it")
 
 
 def one(values: Values, tensor: t.Tensor) -> Any:

@@ -23,13 +23,15 @@ from dflow_trt.bundle import Bundle, open_bundle
 from dflow_trt.errors import UserError
 from dflow_trt.serving.openai.app import Endpoint, Settings, build_app
 from dflow_trt.serving.openai.backend import Backend
+from dflow_trt.serving.openai.errors import ApiError
 from dflow_trt.serving.package import PackageOptions, package_bundle
 from dflow_trt.serving.server import DRAIN_SECONDS, Ports, TritonServer
 from dflow_trt.text import Tokenizer
 
 BACKLOG = 2048  # connections that wait: while the server starts, and under load
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-WATCH_SECONDS = 0.5
+WATCH_SECONDS = 1.0
+STUCK_SECONDS = 120.0  # without a round: far longer than any takes
 QUIET = ("--log-info=false", "--pinned-memory-pool-byte-size=0")  # the pool is for GPUs; without one it is a warning
 QUESTION = '{"messages": [{"role": "user", "content": "Hello"}]}'
 
@@ -102,14 +104,17 @@ async def _endpoint(
     tokenizer = Tokenizer.from_folder(bundle.tokenizer_path) if bundle.tokenizer_path is not None else None
     async with InferenceServerClient(triton.grpc_address) as client, httpx.AsyncClient() as http:
         backend = Backend(client, options.timeout)
-        server = _web_server(build_app(Endpoint(bundle, tokenizer, backend, http, settings)))
-        watching = asyncio.create_task(_watch(triton, server))
+        endpoint = Endpoint(bundle, tokenizer, backend, http, settings)
+        server = _web_server(build_app(endpoint))
+        watching = asyncio.create_task(_watch(triton, endpoint, server))
         for line in _lines(bundle, name, triton, listener, options):
             say(line)
         _ignore_signals()
         await server.serve([listener])
         await backend.settle()
         watching.cancel()
+    if watching.done() and not watching.cancelled() and triton.exit_code is None:
+        raise UserError("the model's process is lost or hangs; its output above says why")
     if triton.exit_code is not None:
         raise UserError(f"tritonserver ended by itself with code {triton.exit_code}; its output above says why")
 
@@ -135,11 +140,19 @@ def _ignore_signals() -> None:
         signal.signal(number, lambda number, frame: None)
 
 
-async def _watch(triton: TritonServer, server: uvicorn.Server) -> None:
-    """End the endpoint when tritonserver is gone: whoever started this process starts it again."""
-    while triton.exit_code is None:
+async def _watch(triton: TritonServer, endpoint: Endpoint, server: uvicorn.Server) -> None:
+    """End the endpoint when tritonserver or its model is gone: whoever started this process starts it again."""
+    while triton.exit_code is None and not await _is_stuck(endpoint):
         await asyncio.sleep(WATCH_SECONDS)
     server.should_exit = True
+
+
+async def _is_stuck(endpoint: Endpoint) -> bool:
+    """tritonserver (2.51) does not notice that a model's process died: its heartbeat tells."""
+    try:
+        return await endpoint.heartbeat_age() > STUCK_SECONDS
+    except (ApiError, UserError):  # no metrics for the moment is no proof
+        return False
 
 
 def _lines(

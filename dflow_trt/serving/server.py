@@ -7,6 +7,7 @@ of links joins them, so that nothing is written into site-packages.
 
 from __future__ import annotations
 
+import ctypes
 import http.client
 import json
 import os
@@ -32,6 +33,8 @@ STUB = "triton_python_backend_stub"
 DRAIN_SECONDS = 30
 START_SECONDS = 600.0
 KILL_SECONDS = 3.0  # that it may take to end after its own time is over
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+_LIBC = ctypes.CDLL(None)
 HARMLESS = (b"CudaDriverHelper has not been initialized", b"unable to create stream for ensemble: CUDA driver version")
 _POLL_SECONDS = 0.05
 _START_TRIES = 3  # a port that was free may be taken before the server binds it
@@ -205,6 +208,7 @@ class TritonServer:
             stdout=output or subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=_end_with_parent,
         )
         if not output:
             threading.Thread(target=_hand_on, args=(self._process.stdout,), daemon=True).start()
@@ -296,6 +300,11 @@ class TritonServer:
                 os.killpg(process.pid, signal.SIGKILL)
         self._stack.close()
         return code
+
+
+def _end_with_parent() -> None:
+    """In the server, before it starts: a parent that is killed cannot stop it, so the kernel sends SIGTERM then."""
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _hand_on(output: Iterable[bytes]) -> None:

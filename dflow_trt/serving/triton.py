@@ -37,7 +37,7 @@ from dflow_trt.method.sampling import fresh_seed
 from dflow_trt.request import Request, RequestStats
 from dflow_trt.runtime.choose import open_runtime
 from dflow_trt.serving import tensors as t
-from dflow_trt.serving.link import Answer, LinkClient, LinkServer, Question, socket_path
+from dflow_trt.serving.link import Answer, LinkClient, LinkServer, Question
 from dflow_trt.serving.loop import EngineFailure, Job, Piece, ServingLoop, Unavailable
 from dflow_trt.serving.metrics import Capacity, ServingMetrics
 from dflow_trt.serving.options import Ask, StrategyChooser, Values, one, read_ask
@@ -285,7 +285,7 @@ class DflowModel:
         self._sender = threading.Thread(target=self._send_all, name="sender", daemon=True)
         self._sender.start()
         self._watcher = Watcher(self._loop.cancel)
-        self._link = LinkServer(socket_path(os.getppid()), self._take_linked)
+        self._link = LinkServer(os.getppid(), self._take_linked)
 
     def _open_metrics(self, options: PackageOptions) -> ServingMetrics:
         metrics = ServingMetrics(TritonSink(pb_utils), self._bundle.verify_rows - 1)
@@ -429,7 +429,7 @@ class DflowBlsModel:
     def initialize(self, args: Mapping[str, str]) -> None:
         self._tokenizer = Tokenizer.from_folder(_version_folder(args) / TOKENIZER_DIR)
         self._channels: dict[str, Channel] = {}
-        self._link = LinkClient(socket_path(os.getppid()), self._answer)
+        self._link = LinkClient(os.getppid(), self._answer)
         self._watcher = Watcher(lambda handle: self._ask(Question(handle)))
 
     def execute(self, requests: Sequence[Any]) -> None:

@@ -520,6 +520,15 @@ def test_a_tritonserver_that_dies_ends_the_endpoint_and_leaves_nothing(serve_pyt
     assert "error: tritonserver ended by itself with code -9; its output above says why" in server.errors
 
 
+def test_an_endpoint_that_is_killed_leaves_nothing(serve_python: Path, example: Pair) -> None:
+    with serving(serve_python, example.bundle.path) as server:
+        assert server.url
+        started = psutil.Process(server.process.pid).children(recursive=True)
+        assert len(started) > 1
+        server.process.kill()
+        assert psutil.wait_procs(started, PATIENCE)[1] == []
+
+
 def command(python: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     whole = [str(python), "-m", "dflow_trt", "serve", *arguments]
     return subprocess.run(whole, env={**os.environ, **environment}, capture_output=True, text=True, timeout=PATIENCE)

@@ -127,9 +127,22 @@ def test_what_the_bundle_cannot_do_is_refused(case: str) -> None:
 
 @pytest.mark.parametrize("fields", [{"max_tokens": 2**31}, {"stop_token_ids": [1, 2**31]}, {"top_k": 2**40}])
 def test_an_integer_that_the_tensor_cannot_hold_is_refused(fields: dict[str, Any]) -> None:
-    [job] = jobs(completion(**fields))
     with pytest.raises(UserError, match=f"^{next(iter(fields))} is .*allowed: up to 2147483647"):
-        feeds(job)
+        jobs(completion(**fields))
+
+
+def test_a_long_prompt_is_refused_before_it_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tokenizer, "_encode", lambda *arguments, **options: pytest.fail("it was encoded"))
+    chat = parse(ChatRequest, json.dumps({"messages": [{"role": "user", "content": "1 " * 10**6}]}).encode())
+    for asked in (completion(prompt="1 " * 10**6), chat):
+        with pytest.raises(UserError, match=r"^the prompt has [0-9]+ tokens or more, this server takes [0-9]+"):
+            jobs(asked)
+
+
+@pytest.mark.parametrize("fields", [{"stop": ["x"] * 257}, {"stop": ["x" * 1025]}, {"bad_words": ["x y"] * 300}])
+def test_words_that_would_hold_up_others_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=f"^{next(iter(fields))}: .*allowed: 256 texts of up to 1024"):
+        jobs(completion(**fields))
 
 
 def test_without_a_tokenizer_token_ids_still_work() -> None:

@@ -244,6 +244,23 @@ def test_a_sample_that_did_not_end_by_itself_is_no_answer(reason: str, status: i
     served(test, lambda asked: [dataclasses.replace(SAMPLE, reason=reason)])
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_sample_that_never_ended_is_no_answer(stream: bool) -> None:
+    """How a stream ends whose model's process was killed: as if all had been said."""
+
+    async def test(server: Served) -> None:
+        if stream:
+            begun = await server.stream("completions", prompt="1", n=2)
+            assert "the model was lost" in begun[-1]["error"]["message"]
+        else:
+            assert "the model was lost" in error_of(await server.post("completions", prompt="1"), 503)["message"]
+
+    def script(asked: Asked) -> Sequence[Sample]:
+        return [SAMPLE, dataclasses.replace(SAMPLE, reason="")][-asked.value("num_return_sequences", 1) :]
+
+    served(test, script)
+
+
 def test_one_failing_prompt_ends_the_others() -> None:
     def script(asked: Asked) -> Sequence[Sample]:
         if asked.inputs["input_ids"] == [21]:

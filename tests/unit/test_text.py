@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -467,3 +468,17 @@ def test_a_stop_string_may_begin_within_the_first_min_tokens(tokenizer: Tokenize
     assert [stream.push(token) for token in tokenizer.encode("aXYZ")] == [False, False, False, True]
     assert stream.text == "a"
     assert stream.finish() == "a"
+
+
+def test_a_template_may_be_given_values_of_any_name() -> None:
+    tokenizer = Tokenizer.from_folder(str(files("dflow_trt") / "example_data" / "target"))
+    messages = [{"role": "user", "content": "1"}]
+    assert tokenizer.encode_chat(messages, self=1, messages=2) == tokenizer.encode_chat(messages)
+
+
+@pytest.mark.parametrize("text", ["1 + 2\n" * 9000, "a\u0301\u1100\u1161\u11a8" * 5000])
+def test_long_texts_are_encoded_the_same_and_have_no_fewer_tokens_than_was_said(text: str) -> None:
+    tokenizer = Tokenizer.from_folder(str(files("dflow_trt") / "example_data" / "target"))
+    ids = tokenizer.encode(text)
+    assert ids == list(tokenizer._backend.encode(text).ids)
+    assert 0 < tokenizer.least_tokens(text) <= len(ids)

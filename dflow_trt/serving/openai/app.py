@@ -26,7 +26,7 @@ from dflow_trt.errors import UserError
 from dflow_trt.serving.openai.answers import Answer, ChatForm, CompletionForm, Form, JsonObject, Wanted
 from dflow_trt.serving.openai.backend import Backend
 from dflow_trt.serving.openai.errors import CLIENT_GONE, ApiError
-from dflow_trt.serving.openai.protocol import AnyRequest, ChatRequest, CompletionRequest, invalid, parse
+from dflow_trt.serving.openai.protocol import AnyRequest, ChatRequest, CompletionRequest, parse, refused
 from dflow_trt.serving.openai.translate import Job, Update, jobs
 from dflow_trt.serving.options import StrategyChooser
 from dflow_trt.serving.probe import heartbeat_age
@@ -86,9 +86,13 @@ class Generation:
 
     async def _pump(self, request_id: str, index: int, job: Job) -> None:
         end: ApiError | None = None
+        ended = 0
         try:
             async for update in self._backend.run(request_id, job):
+                ended += update.finish_reason is not None
                 self._merged.put_nowait((index, update))
+            if ended < job.params.n:  # how a stream ends whose model's process was lost
+                end = ApiError(503, "the model was lost while it answered; send the request again")
         except ApiError as error:
             end = error
         except Exception:
@@ -182,7 +186,7 @@ class Endpoint:
         try:
             return await asyncio.to_thread(jobs, asked, self._bundle, self._tokenizer, self._chooser)
         except UserError as error:
-            raise invalid(error) from None
+            raise refused(error) from None
 
     @property
     def _fingerprint(self) -> str:
@@ -229,12 +233,16 @@ class Endpoint:
         if not await self._backend.ready():
             raise ApiError(503, "not ready: tritonserver or its model does not take requests")
         try:
-            age = heartbeat_age((await self._metrics()).text, time.time())
+            age = await self.heartbeat_age()
         except UserError as error:
             raise ApiError(503, f"not ready: {error}") from None
         if age > HEARTBEAT_SECONDS:
             raise ApiError(503, f"not ready: the model's loop stands still for {age:.0f} s")
         return _json({"status": "ready"})
+
+    async def heartbeat_age(self) -> float:
+        """Seconds since the model's loop last showed that it turns. ApiError or UserError where nothing tells."""
+        return heartbeat_age((await self._metrics()).text, time.time())
 
     async def metrics(self, request: Request) -> Response:
         """Triton's own page, as it is."""

@@ -16,14 +16,14 @@ from tritonclient.utils import InferenceServerException, deserialize_bytes_tenso
 from dflow_trt.errors import UserError
 from dflow_trt.serving import tensors as t
 from dflow_trt.serving.openai.errors import ApiError
-from dflow_trt.serving.openai.protocol import invalid
+from dflow_trt.serving.openai.protocol import refused
 from dflow_trt.serving.openai.translate import Array, Job, Update, feeds, fetches, updates
 
 READY_SECONDS = 5.0
 FIRST_PAUSE, LAST_PAUSE = 0.02, 1.0  # seconds between two stops of one job
 GRACE_SECONDS = 5.0  # behind the model's own deadline: so long a model that is gone is waited for
 # How the model begins to say what Triton has no code of its own for.
-FULL, LATE, LONG = "the queue is full", "timed out in the queue", "the prompt has "
+FULL, LATE = "the queue is full", "timed out in the queue"
 TIMED_OUT = "the request took longer than this server allows"
 
 
@@ -144,9 +144,7 @@ def _refusal(error: str) -> ApiError:
     """What the model refused, from "CODE: message"."""
     code, _, message = error.partition(": ")
     if code == "INVALID_ARG":
-        refused = invalid(UserError(message))
-        refused.code = "context_length_exceeded" if message.startswith(LONG) else refused.code
-        return refused
+        return refused(UserError(message))
     if code == "UNAVAILABLE":
         if message.startswith(LATE):
             return ApiError(504, TIMED_OUT)

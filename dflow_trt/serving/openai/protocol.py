@@ -277,11 +277,22 @@ def _place(path: Sequence[str | int]) -> str:
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).removeprefix(".")
 
 
+TOO_LONG = "the prompt has "  # how the package begins to say so
+
+
 def invalid(error: UserError) -> ApiError:
     """What the package itself refused; its first word is the field at fault, where it is one."""
     field = re.match(r"\w+", str(error))
     param = field[0] if field is not None and field[0] in _FIELDS else None
     return ApiError(400, str(error), param=param, code="invalid_value")
+
+
+def refused(error: UserError) -> ApiError:
+    """The same for a whole request: a prompt that is too long has a code of its own."""
+    refusal = invalid(error)
+    if str(error).startswith(TOO_LONG):
+        refusal.code = "context_length_exceeded"
+    return refusal
 
 
 def _shown(value: Any) -> str:

@@ -14,7 +14,7 @@ from dflow_trt.method.sampling import Pick, SamplingParams
 from dflow_trt.request import RequestStats
 from dflow_trt.serving import tensors as t
 from dflow_trt.serving.openai.protocol import ChatRequest, CompletionRequest
-from dflow_trt.serving.options import StrategyChooser
+from dflow_trt.serving.options import StrategyChooser, check_length, check_words
 from dflow_trt.serving.responses import DTYPES
 from dflow_trt.text import Tokenizer
 
@@ -65,8 +65,12 @@ def jobs(
     """
     if request.num_logprobs() is not None:
         _needed(tokenizer, "logprobs")
-    prompts, strategy = list(_prompts(request, tokenizer)), chooser.choose(request.strategy).name
-    return [_job(request, ids, bundle, strategy) for ids in prompts]
+    limit = min(bundle.build.max_input_len, bundle.build.max_seq_len - 1)
+    prompts, strategy = list(_prompts(request, tokenizer, limit)), chooser.choose(request.strategy).name
+    made = [_job(request, ids, bundle, strategy) for ids in prompts]
+    check_words(made[0].params)
+    feeds(made[0])  # numbers that no tensor can hold; all jobs have the same
+    return made
 
 
 def _job(request: CompletionRequest | ChatRequest, ids: Sequence[int], bundle: Bundle, strategy: str) -> Job:
@@ -79,13 +83,23 @@ def _job(request: CompletionRequest | ChatRequest, ids: Sequence[int], bundle: B
     return Job(ids, params, strategy, request.draft_tokens, stream, request.task)
 
 
-def _prompts(request: CompletionRequest | ChatRequest, tokenizer: Tokenizer | None) -> Iterator[Sequence[int]]:
+def _prompts(
+    request: CompletionRequest | ChatRequest, tokenizer: Tokenizer | None, limit: int
+) -> Iterator[Sequence[int]]:
     if isinstance(request, ChatRequest):
         messages = [message.model_dump(include={"role", "content", "name"}) for message in request.messages]
-        yield _needed(tokenizer, "messages").encode_chat(messages, **(request.chat_template_kwargs or {}))
+        encoder = _needed(tokenizer, "messages")
+        text = encoder.render_chat(messages, **(request.chat_template_kwargs or {}))
+        check_length(encoder, text, limit)
+        yield encoder.encode_rendered(text)
         return
     for prompt in request.prompt:
-        yield prompt if isinstance(prompt, list) else _needed(tokenizer, "prompt").encode(prompt)
+        if isinstance(prompt, list):
+            yield prompt
+        else:
+            encoder = _needed(tokenizer, "prompt")
+            check_length(encoder, prompt, limit)
+            yield encoder.encode(prompt)
 
 
 def _needed(tokenizer: Tokenizer | None, field: str) -> Tokenizer:
