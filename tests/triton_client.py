@@ -85,8 +85,12 @@ async def ask(
     parameters: Mapping[str, Any] | None = None,
     outputs: list[str] | None = None,
     on_response: Callable[[Answer], Awaitable[bool]] | None = None,
+    codes: bool = False,
 ) -> Answer:
-    """All responses of one request. on_response: called after each; False leaves, which cancels."""
+    """All responses of one request. on_response: called after each; False leaves, which cancels.
+
+    codes: have an error come with its code; it then ends the stream.
+    """
     answer = Answer()
 
     async def once() -> AsyncIterator[dict[str, Any]]:
@@ -99,7 +103,7 @@ async def ask(
             "enable_empty_final_response": True,
         }
 
-    call = client.stream_infer(once(), SECONDS, {"triton_grpc_error": "true"})
+    call = client.stream_infer(once(), SECONDS, {"triton_grpc_error": "true"} if codes else None)
     try:
         async for result, error in call:
             if error is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
@@ -46,6 +47,11 @@ class Answer:
     message: str = ""
 
 
+@dataclass(frozen=True)
+class Goodbye:
+    """The answering end takes nothing new, and answers what it has; who asks looks for another."""
+
+
 def meeting_place() -> Path:
     """The folder where models meet. It is made, and must be of this user alone: UserError where it is not."""
     folder = Path(tempfile.gettempdir()) / f"dflow-{os.getuid()}"
@@ -56,12 +62,13 @@ def meeting_place() -> Path:
 
 
 class _Line:
-    """A connection that several threads write to."""
+    """A connection that several threads write to. open: handles whose last answer is still to come."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._lock = connection, threading.Lock()
+        self.open: set[str] = set()
 
-    def send(self, message: Question | Answer) -> None:
+    def send(self, message: Question | Answer | Goodbye) -> None:
         with self._lock:
             self._connection.send(message)
 
@@ -69,7 +76,9 @@ class _Line:
         return self._connection.recv()
 
     def close(self) -> None:
-        self._connection.close()
+        """Whoever reads at either end comes to the end of it."""
+        with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)
 
 
 class LinkServer:
@@ -83,6 +92,7 @@ class LinkServer:
         path = meeting_place() / f"{server}-{os.getpid()}-{next(_NUMBERS)}.sock"
         path.unlink(missing_ok=True)
         self._on_question = on_question
+        self._lines: set[_Line] = set()
         self._listener = Listener(str(path), "AF_UNIX")
         threading.Thread(target=self._accept, name="link", daemon=True).start()
 
@@ -94,11 +104,11 @@ class LinkServer:
 
     def _serve(self, line: _Line) -> None:
         """Until the other end is gone; what it had asked for is ended."""
-        open_handles: set[str] = set()
+        self._lines.add(line)
 
         def answer(given: Answer) -> None:
             if given.final:
-                open_handles.discard(given.handle)
+                line.open.discard(given.handle)
             with suppress(*_ENDED):  # nobody is there to read it
                 line.send(given)
 
@@ -106,14 +116,23 @@ class LinkServer:
             while True:
                 question = line.read()
                 if question.values is not None:
-                    open_handles.add(question.handle)
+                    line.open.add(question.handle)
                 self._on_question(question, answer)
-        for handle in list(open_handles):
+        self._lines.discard(line)
+        for handle in list(line.open):
             self._on_question(Question(handle), answer)
 
     def close(self) -> None:
-        """Take no more connections; those that are open end with the process."""
+        """Take nothing new."""
         self._listener.close()
+        for line in list(self._lines):
+            with suppress(*_ENDED):
+                line.send(Goodbye())
+
+    def hang_up(self) -> None:
+        """End the connections that are open."""
+        for line in list(self._lines):
+            line.close()
 
 
 def _connected(server: int) -> Connection:
@@ -132,7 +151,6 @@ class LinkClient:
         self._server, self._on_answer = server, on_answer
         self._lock = threading.Lock()
         self._line: _Line | None = None
-        self._open: set[str] = set()
 
     def ask(self, question: Question) -> None:
         """Send a question. Raises OSError where nobody listens."""
@@ -142,7 +160,7 @@ class LinkClient:
                 threading.Thread(target=self._read, args=(self._line,), name="link", daemon=True).start()
             line = self._line
             if question.values is not None:
-                self._open.add(question.handle)
+                line.open.add(question.handle)
         try:
             line.send(question)
         except OSError:
@@ -151,22 +169,31 @@ class LinkClient:
     def _read(self, line: _Line) -> None:
         with suppress(*_ENDED):
             while True:
-                answer = line.read()
-                if answer.final:
-                    self._open.discard(answer.handle)
-                self._on_answer(answer)
+                message = line.read()
+                if isinstance(message, Goodbye):
+                    self._leave(line)
+                    continue
+                if message.final:
+                    line.open.discard(message.handle)
+                self._on_answer(message)
         self._lose(line)
 
-    def _lose(self, line: _Line) -> None:
-        """The other end is gone: its open requests fail, and the next question connects anew."""
+    def _leave(self, line: _Line) -> None:
+        """The next question goes elsewhere."""
         with self._lock:
-            if self._line is not line:
-                return
-            self._line, handles, self._open = None, self._open, set()
+            if self._line is line:
+                self._line = None
+
+    def _lose(self, line: _Line) -> None:
+        """The other end is gone, and with it what was asked there."""
+        self._leave(line)
+        with self._lock:
+            handles, line.open = line.open, set()
         for handle in handles:
             self._on_answer(Answer(handle, None, True, "UNAVAILABLE", "the model was unloaded; try again later"))
 
     def close(self) -> None:
+        """End the connection."""
         with self._lock:
             if self._line is not None:
                 self._line.close()

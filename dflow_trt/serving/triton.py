@@ -394,6 +394,7 @@ class DflowModel:
 
     def _die(self, reason: str) -> None:
         """Make readiness false: leave the server, or where it does not unload models, end it."""
+        self._link.close()
         try:
             pb_utils.unload_model(self._name)
         except pb_utils.TritonModelException:
@@ -408,10 +409,11 @@ class DflowModel:
         self._watcher.close()
         self._outbox.put(None)
         self._sender.join()
+        self._link.hang_up()
         self._metrics.close()
         self._runtime.close()
-        del self._metrics  # Triton's metrics must go while its stub is there, or it crashes as it ends
-        gc.collect()
+        del self._metrics, self._loop, self._watcher
+        gc.collect()  # metrics that outlive Triton's side of this process crash it
 
 
 def _refusal(error: UserError) -> str:

@@ -229,7 +229,7 @@ def test_bad_requests_are_refused_by_name_alone(server: TritonServer, texts: lis
     async def work(client: InferenceServerClient) -> tuple[Answer, list[Answer]]:
         answers = await asyncio.gather(
             ask(client, model, good),
-            *(ask(client, model, {"text_input": texts[0], "max_tokens": 8, **bad}) for bad in BAD.values()),
+            *(ask(client, model, {"text_input": texts[0], "max_tokens": 8, **bad}, codes=True) for bad in BAD.values()),
         )
         return answers[0], list(answers[1:])
 
@@ -292,6 +292,38 @@ def test_stop_ends_the_requests_of_that_id_alone(server: TritonServer, texts: li
         assert answer.finals == 1
     assert other.last("finish_reason") == b"length"
     assert other.last("num_output_tokens") == LONG
+
+
+def test_a_handle_names_one_request_and_brings_errors_with_their_code(
+    server: TritonServer, tokenizer: Tokenizer, texts: list[str]
+) -> None:
+    ids = tokenizer.encode(texts[4])
+    long = {"input_ids": ids, "max_tokens": LONG, "ignore_eos": True, "stream": True, "strategy": "ar"}
+    stop = {"input_ids": [0], "max_tokens": 1, "stop": True}
+
+    async def work(client: InferenceServerClient) -> list[Answer]:
+        running = asyncio.Event()
+
+        async def begun(answer: Answer) -> bool:
+            running.set()
+            return True
+
+        mine, other = (
+            asyncio.create_task(
+                ask(client, "dflow", long, request_id="a", parameters={"handle": handle}, on_response=begun)
+            )
+            for handle in ("mine", "other")
+        )
+        await running.wait()
+        await ask(client, "dflow", stop, parameters={"handle": "mine"})
+        bad = await ask(client, "dflow", {**long, "temperature": -1.0}, parameters={"handle": "bad"})
+        return [await mine, await other, bad]
+
+    mine, other, bad = run(server, work)
+    assert mine.last("finish_reason") == b"cancelled"
+    assert other.last("num_output_tokens") == LONG
+    assert (bad.message, bad.finals, bad.last("finish_reason")) == (None, 1, b"error")
+    assert bad.last("text_output") == b"INVALID_ARG: temperature is -1.0; allowed: a number >= 0"
 
 
 @pytest.mark.parametrize("model", ["dflow", "dflow_bls"])
