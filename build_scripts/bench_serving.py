@@ -40,6 +40,7 @@ from triton_client import Answer, ask
 
 FRONTS = ("dflow", "ensemble", "dflow_bls")
 BASE = "LLM"
+OUTPUTS = ["text_output", "output_ids", "sequence_index", "finish_reason"]  # what a client that streams reads
 CONCURRENCIES = (1, 8, 32)
 SHARE_GOAL, FIRST_TOKEN_GOAL = 0.9, 10.0
 
@@ -92,8 +93,8 @@ def _options() -> argparse.Namespace:
     add("--threads", type=int, default=2, help="of the engines, on both sides [2]")
     add("--only", choices=("random", "example"))
     add("--strategy", default="dflow")
-    add("--repetitions", type=int, default=5)
-    add("--max-tokens", type=int, help="tokens a request [random 24, example 96]")
+    add("--repetitions", type=int, default=3)
+    add("--max-tokens", type=int, help="tokens a request [random 10, example 96]")
     add("--work", type=Path, default=REPO / "build" / "bench", help="folder for models and bundles")
     return parser.parse_args()
 
@@ -104,7 +105,7 @@ def _random_case(options: argparse.Namespace) -> Case:
     bundle = _bundle(pair, options, "random", max_input_len=256, max_seq_len=512)
     ids = [random_prompt(i, 64 + 8 * (i % 8)) for i in range(max(CONCURRENCIES))]
     prompts = [" ".join(f"w{token}" for token in each) for each in ids]
-    return Case("random 107M pair", bundle, prompts, ids, options.max_tokens or 24)
+    return Case("random 107M pair", bundle, prompts, ids, options.max_tokens or 10)
 
 
 def _example_case(options: argparse.Namespace) -> Case:
@@ -151,7 +152,7 @@ async def _through(client: InferenceServerClient, front: str, case: Case, count:
         options: dict[str, Any] = {"max_tokens": case.max_tokens, "ignore_eos": True, "stream": True}
         options |= {"strategy": strategy}
         options |= {"input_ids": case.ids[i]} if front == "dflow" else {"text_input": case.prompts[i]}
-        answer = await ask(client, front, options, on_response=note)
+        answer = await ask(client, front, options, on_response=note, outputs=OUTPUTS, seconds=600.0)
         if answer.message:
             raise Disagreement(f"{case.name}, {front}: {answer.message}")
         return answer.ids()[0]
@@ -180,7 +181,7 @@ def _measure(case: Case, options: argparse.Namespace, goals: list[Goal]) -> dict
         repository = Path(folder) / "repository"
         package_bundle(case.bundle.path, repository, PackageOptions(threads=options.threads))
         server = TritonServer(repository, python=options.python, log=Path(folder) / "log", drain=5)
-        # No reuse of prompts on either side would be the cold case; here both keep what they have seen.
+        # Both sides reuse the prompts that they have seen.
         with LLM(case.bundle, threads=options.threads, verify=False) as llm, server:
             asyncio.run(turns(llm, server.grpc_address))
     _check(case, found)

@@ -21,7 +21,7 @@ from dflow_trt.serving.responses import DTYPES
 from dflow_trt.serving.server import TritonServer
 
 MODELS = {model.name: model for model in t.MODELS}
-SECONDS = 40.0
+SECONDS = 60.0
 
 
 @dataclass
@@ -86,6 +86,7 @@ async def ask(
     outputs: list[str] | None = None,
     on_response: Callable[[Answer], Awaitable[bool]] | None = None,
     codes: bool = False,
+    seconds: float = SECONDS,
 ) -> Answer:
     """All responses of one request. on_response: called after each; False leaves, which cancels.
 
@@ -103,7 +104,7 @@ async def ask(
             "enable_empty_final_response": True,
         }
 
-    call = client.stream_infer(once(), SECONDS, {"triton_grpc_error": "true"} if codes else None)
+    call = client.stream_infer(once(), seconds, {"triton_grpc_error": "true"} if codes else None)
     try:
         async for result, error in call:
             if error is not None:
