@@ -62,8 +62,8 @@ class Served:
         (self.repository / "dflow" / "1" / "fail").write_text(how)
 
 
-# tritonserver 2.51 itself sometimes dies ("malloc_consolidate", "lock_exception") or hangs when a Python model is loaded
-# again: what is tested here is ours and holds, but a run of CI must not hang on it.
+# tritonserver 2.51 itself sometimes dies ("malloc_consolidate", "lock_exception") or hangs when a Python model is
+# loaded again: what is tested here is ours and holds, but a run of CI must not hang on it.
 RELOADS = pytest.mark.slow
 
 
