@@ -149,7 +149,8 @@ def test_a_failing_round_fails_its_requests_and_the_server_goes_on(served: Serve
             running.set()
             return True
 
-        task = asyncio.create_task(ask(client, "dflow_bls", long(stream=True), on_response=begun, codes=True))
+        much = long(stream=True, max_tokens=300, num_return_sequences=6)  # so that it runs yet when the fault comes
+        task = asyncio.create_task(ask(client, "dflow_bls", much, on_response=begun, codes=True))
         await running.wait()
         served.fail("once")
         return await task
