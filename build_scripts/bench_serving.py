@@ -12,17 +12,28 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench_common import REPO, Disagreement, Goal, paired_ratio, print_goals, print_settings, print_table, settings
+from bench_common import (
+    REPO,
+    Disagreement,
+    Goal,
+    paired_ratio,
+    print_goals,
+    print_settings,
+    print_table,
+    rotated,
+    settings,
+)
 from bench_random import random_prompt, write_pair
 from tritonclient.grpc.aio import InferenceServerClient
 
@@ -42,18 +53,19 @@ FRONTS = ("dflow", "ensemble", "dflow_bls")
 BASE = "LLM"
 OUTPUTS = ["text_output", "output_ids", "sequence_index", "finish_reason"]  # what a client that streams reads
 CONCURRENCIES = (1, 8, 32)
+FIRST_TOKENS = 16  # turns in which the first token is timed
 SHARE_GOAL, FIRST_TOKEN_GOAL = 0.9, 10.0
 
 
 @dataclass(frozen=True)
 class Case:
-    """A bundle with what is asked of it. prompts: texts; ids: the same as token ids."""
+    """A bundle with what is asked of it. unique: a word for a number."""
 
     name: str
     bundle: Bundle
     prompts: Sequence[str]
-    ids: Sequence[Sequence[int]]
     max_tokens: int
+    unique: Callable[[int], str]
 
 
 @dataclass(frozen=True)
@@ -93,6 +105,7 @@ def _options() -> argparse.Namespace:
     add("--threads", type=int, default=2, help="of the engines, on both sides [2]")
     add("--only", choices=("random", "example"))
     add("--strategy", default="dflow")
+    add("--concurrency", type=int, nargs="*", default=CONCURRENCIES, help="requests at once [1 8 32]")
     add("--repetitions", type=int, default=3)
     add("--max-tokens", type=int, help="tokens a request [random 10, example 96]")
     add("--work", type=Path, default=REPO / "build" / "bench", help="folder for models and bundles")
@@ -105,7 +118,7 @@ def _random_case(options: argparse.Namespace) -> Case:
     bundle = _bundle(pair, options, "random", max_input_len=256, max_seq_len=512)
     ids = [random_prompt(i, 64 + 8 * (i % 8)) for i in range(max(CONCURRENCIES))]
     prompts = [" ".join(f"w{token}" for token in each) for each in ids]
-    return Case("random 107M pair", bundle, prompts, ids, options.max_tokens or 10)
+    return Case("random 107M pair", bundle, prompts, options.max_tokens or 10, lambda number: f"w{number}")
 
 
 def _example_case(options: argparse.Namespace) -> Case:
@@ -115,8 +128,7 @@ def _example_case(options: argparse.Namespace) -> Case:
         assert llm.tokenizer is not None
         chats = [{"role": "user", "content": prompt["prompt"]} for prompt in read_prompts(pair / "prompts.jsonl")]
         prompts = [llm.tokenizer.render_chat([chat]) for chat in chats]
-        ids = [llm.tokenizer.encode(prompt) for prompt in prompts]
-    return Case("example pair", bundle, prompts, ids, options.max_tokens or 96)
+    return Case("example pair", bundle, prompts, options.max_tokens or 96, str)
 
 
 def _bundle(pair: Path, options: argparse.Namespace, name: str, **limits: int) -> Bundle:
@@ -130,18 +142,19 @@ def _bundle(pair: Path, options: argparse.Namespace, name: str, **limits: int) -
 # -- contenders --------------------------------------------------------------------------------------------------------
 
 
-def _in_process(llm: LLM, case: Case, count: int, strategy: str) -> Timed:
-    params = SamplingParams(max_tokens=case.max_tokens, ignore_eos=True)
+def _in_process(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int, strategy: str) -> Timed:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     start, first = time.perf_counter(), {}
-    tokens: list[list[int]] = [[] for _ in range(count)]
-    prompts = [{"prompt_token_ids": ids} for ids in case.ids[:count]]
-    for piece in llm.generate_stream(prompts, params, strategy=strategy):
+    tokens: list[list[int]] = [[] for _ in prompts]
+    for piece in llm.generate_stream([{"prompt_token_ids": ids} for ids in prompts], params, strategy=strategy):
         first.setdefault(piece.prompt_index, time.perf_counter() - start)
         tokens[piece.prompt_index] += piece.token_ids
     return Timed(time.perf_counter() - start, list(first.values()), tokens)
 
 
-async def _through(client: InferenceServerClient, front: str, case: Case, count: int, strategy: str) -> Timed:
+async def _through(
+    client: InferenceServerClient, front: str, prompts: Sequence[Any], max_tokens: int, strategy: str
+) -> Timed:
     start, first = time.perf_counter(), {}
 
     async def one(i: int) -> list[int]:
@@ -149,34 +162,41 @@ async def _through(client: InferenceServerClient, front: str, case: Case, count:
             first.setdefault(i, time.perf_counter() - start)
             return True
 
-        options: dict[str, Any] = {"max_tokens": case.max_tokens, "ignore_eos": True, "stream": True}
-        options |= {"strategy": strategy}
-        options |= {"input_ids": case.ids[i]} if front == "dflow" else {"text_input": case.prompts[i]}
+        options: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": True, "stream": True, "strategy": strategy}
+        options["input_ids" if front == "dflow" else "text_input"] = prompts[i]
         answer = await ask(client, front, options, on_response=note, outputs=OUTPUTS, seconds=600.0)
         if answer.message:
-            raise Disagreement(f"{case.name}, {front}: {answer.message}")
+            raise Disagreement(f"{front}: {answer.message}")
         return answer.ids()[0]
 
-    tokens = await asyncio.gather(*(one(i) for i in range(count)))
+    tokens = await asyncio.gather(*(one(i) for i in range(len(prompts))))
     return Timed(time.perf_counter() - start, list(first.values()), list(tokens))
 
 
 def _measure(case: Case, options: argparse.Namespace, goals: list[Goal]) -> dict[str, Any]:
     found: dict[tuple[str, int], list[Timed]] = {}
 
+    async def go(llm: LLM, client: InferenceServerClient, name: str, texts: list[str], max_tokens: int) -> Timed:
+        assert llm.tokenizer is not None
+        ids = [llm.tokenizer.encode(text) for text in texts]
+        if name == BASE:
+            return _in_process(llm, ids, max_tokens, options.strategy)
+        return await _through(client, name, ids if name == "dflow" else texts, max_tokens, options.strategy)
+
     async def turns(llm: LLM, address: str) -> None:
         async with InferenceServerClient(address) as client:
-            for count in CONCURRENCIES:
+            for turn in range(FIRST_TOKENS):
+                for name in rotated((BASE, *FRONTS), turn):  # a prompt of its own each time: nobody can reuse one
+                    text = f"{case.unique(next(numbers))} {case.prompts[0]}"
+                    found.setdefault((name, 0), []).append(await go(llm, client, name, [text], 1))
+            for count in options.concurrency:
                 for turn in range(options.repetitions + 1):  # the first one warms up
-                    for name in (BASE, *FRONTS):
-                        timed = (
-                            _in_process(llm, case, count, options.strategy)
-                            if name == BASE
-                            else await _through(client, name, case, count, options.strategy)
-                        )
+                    for name in rotated((BASE, *FRONTS), turn):
+                        timed = await go(llm, client, name, list(case.prompts[:count]), case.max_tokens)
                         if turn:
                             found.setdefault((name, count), []).append(timed)
 
+    numbers = itertools.count(100)
     with tempfile.TemporaryDirectory(dir=options.work) as folder:
         repository = Path(folder) / "repository"
         package_bundle(case.bundle.path, repository, PackageOptions(threads=options.threads))
@@ -191,7 +211,7 @@ def _measure(case: Case, options: argparse.Namespace, goals: list[Goal]) -> dict
 def _check(case: Case, found: dict[tuple[str, int], list[Timed]]) -> None:
     for (name, count), times in found.items():
         for timed in times:
-            if timed.tokens != found[BASE, count][0].tokens:
+            if count and timed.tokens != found[BASE, count][0].tokens:
                 raise Disagreement(f"{case.name}: {name} at {count} gave other tokens than the in-process LLM")
 
 
@@ -200,7 +220,7 @@ def _check(case: Case, found: dict[tuple[str, int], list[Timed]]) -> None:
 
 def _report(case: Case, found: dict[tuple[str, int], list[Timed]], goals: list[Goal]) -> dict[str, Any]:
     speeds, rows = {}, []
-    for count in CONCURRENCIES:
+    for count in sorted({count for _, count in found if count}):
         rates = {name: [_rate(timed) for timed in found[name, count]] for name in (BASE, *FRONTS)}
         shares = {front: paired_ratio(rates[front], rates[BASE]) for front in FRONTS}
         medians = {name: statistics.median(values) for name, values in rates.items()}
@@ -211,7 +231,7 @@ def _report(case: Case, found: dict[tuple[str, int], list[Timed]], goals: list[G
         ]
     headers = ("at once", *(f"{name} tok/s" for name in (BASE, *FRONTS)), *(f"{front} share" for front in FRONTS))
     print_table(f"{case.name}: tokens a second", headers, rows)
-    first = {name: statistics.median(timed.first[0] for timed in found[name, 1]) * 1e3 for name in (BASE, *FRONTS)}
+    first = {name: statistics.median(timed.first[0] for timed in found[name, 0]) * 1e3 for name in (BASE, *FRONTS)}
     added = {front: first[front] - first[BASE] for front in FRONTS}
     goals += [
         Goal(f"{case.name}: {front}, added ms to first token", value, FIRST_TOKEN_GOAL, False)
