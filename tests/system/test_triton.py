@@ -26,7 +26,7 @@ from dflow_trt.serving.server import TritonServer
 from dflow_trt.text import Tokenizer
 
 FRONTS = ("ensemble", "dflow_bls")
-LONG = 160  # tokens: many rounds, so that there is time to interfere
+LONG = 500  # tokens: many rounds, so that there is time to interfere
 
 
 @pytest.fixture(scope="module")
