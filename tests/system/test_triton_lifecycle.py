@@ -67,19 +67,35 @@ class Served:
 RELOADS = pytest.mark.slow
 
 
+def serving(python: Path, bundle: Path, folder: Path) -> Iterator[Served]:
+    package_bundle(bundle, folder / "repository", OPTIONS)
+    (folder / "repository" / "dflow" / "1" / "model.py").write_text(FAULTY_MODEL)
+    with TritonServer(folder / "repository", python=python, log=folder / "log", drain=20) as running:
+        yield Served(running, folder / "repository")
+
+
 @pytest.fixture(scope="module")
 def served(serve_python: Path, example: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("triton")
-    package_bundle(example.bundle.path, folder / "repository", OPTIONS)
-    (folder / "repository" / "dflow" / "1" / "model.py").write_text(FAULTY_MODEL)
-    with TritonServer(folder / "repository", python=serve_python, log=folder / "log", drain=20) as running:
-        yield Served(running, folder / "repository")
+    yield from serving(serve_python, example.bundle.path, tmp_path_factory.mktemp("triton"))
+
+
+@pytest.fixture
+def own(serve_python: Path, example: Pair, tmp_path: Path) -> Iterator[Served]:
+    """A server that no other test sees."""
+    yield from serving(serve_python, example.bundle.path, tmp_path)
 
 
 @pytest.fixture(scope="module")
 def llm(example: Pair) -> Iterator[LLM]:
     with LLM(example.bundle, threads=1) as opened:
         yield opened
+
+
+async def begun_or_over(running: asyncio.Event, task: asyncio.Task[Answer]) -> None:
+    """When a stream has begun; fails where it ended before."""
+    begin = asyncio.create_task(running.wait())
+    await asyncio.wait({begin, task}, return_when=asyncio.FIRST_COMPLETED)
+    assert begin.done(), task.result()
 
 
 PROMPT = "Work out these sums.\na) 13 + 17\nb) 2 + 17"
@@ -151,7 +167,7 @@ def test_a_failing_round_fails_its_requests_and_the_server_goes_on(served: Serve
 
         much = long(stream=True, max_tokens=300, num_return_sequences=6)  # so that it runs yet when the fault comes
         task = asyncio.create_task(ask(client, "dflow_bls", much, on_response=begun, codes=True))
-        await running.wait()
+        await begun_or_over(running, task)
         served.fail("once")
         return await task
 
@@ -165,19 +181,19 @@ def test_a_failing_round_fails_its_requests_and_the_server_goes_on(served: Serve
 
 
 @RELOADS
-def test_engines_that_are_lost_make_readiness_false_and_a_reload_brings_them_back(served: Served) -> None:
-    served.fail("always")
-    answer = one(served.server, "dflow_bls", short(), codes=True)
+def test_engines_that_are_lost_make_readiness_false_and_a_reload_brings_them_back(own: Served) -> None:
+    own.fail("always")
+    answer = one(own.server, "dflow_bls", short(), codes=True)
     assert answer.code == "INTERNAL"
-    assert until(lambda: not served.server.is_ready())
-    assert not served.server.is_ready("dflow")
-    assert httpx.get(f"http://{served.server.http_address}/v2/health/live").status_code == 200
-    assert one(served.server, "dflow_bls", short()).message
-    (served.repository / "dflow" / "1" / "fail").unlink()
-    load(served, "load")
-    assert served.server.is_ready()
+    assert until(lambda: not own.server.is_ready())
+    assert not own.server.is_ready("dflow")
+    assert httpx.get(f"http://{own.server.http_address}/v2/health/live").status_code == 200
+    assert one(own.server, "dflow_bls", short()).message
+    (own.repository / "dflow" / "1" / "fail").unlink()
+    load(own, "load")
+    assert own.server.is_ready()
     for model in ("ensemble", "dflow_bls"):
-        assert one(served.server, model, short()).message is None
+        assert one(own.server, model, short()).message is None
 
 
 def load(served: Served, what: str) -> None:
@@ -187,7 +203,7 @@ def load(served: Served, what: str) -> None:
 
 
 @RELOADS
-def test_unloading_finishes_what_runs_and_reloading_serves_again(served: Served) -> None:
+def test_unloading_finishes_what_runs_and_reloading_serves_again(own: Served) -> None:
     async def work(client: InferenceServerClient) -> Answer:
         running = asyncio.Event()
 
@@ -196,15 +212,15 @@ def test_unloading_finishes_what_runs_and_reloading_serves_again(served: Served)
             return True
 
         task = asyncio.create_task(ask(client, "dflow_bls", long(stream=True), on_response=begun))
-        await running.wait()
-        await asyncio.to_thread(load, served, "unload")
+        await begun_or_over(running, task)
+        await asyncio.to_thread(load, own, "unload")
         return await task
 
-    answer = run(served.server, work)
+    answer = run(own.server, work)
     assert answer.last("num_output_tokens") == 120
-    assert until(lambda: not served.server.is_ready("dflow"))
-    load(served, "load")
-    assert one(served.server, "ensemble", short()).message is None
+    assert until(lambda: not own.server.is_ready("dflow"))
+    load(own, "load")
+    assert one(own.server, "ensemble", short()).message is None
 
 
 def test_sigterm_finishes_what_runs(served: Served) -> None:
