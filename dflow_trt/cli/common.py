@@ -12,6 +12,7 @@ import click
 
 from dflow_trt.cli.interrupts import loading
 from dflow_trt.errors import UserError
+from dflow_trt.spec import DRAFT_POLICIES
 
 if TYPE_CHECKING:
     from dflow_trt.api import Prompt
@@ -26,6 +27,33 @@ POSITIVE = click.IntRange(1)
 def size_option(name: str, help_text: str, default: int | None = None) -> Callable[[Any], Any]:
     """An integer flag, spelled with dashes and, as trtllm-build does, with underscores."""
     return click.option(f"--{name}", f"--{name.replace('-', '_')}", type=int, default=default, help=help_text)
+
+
+def serving_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """How a served model behaves: what ``package`` writes down and ``serve`` runs with."""
+    for option in (
+        click.option("--threads", type=POSITIVE, help="CPU threads of the model. [default: all cores]"),
+        click.option(
+            "--draft-policy",
+            type=click.Choice(DRAFT_POLICIES),
+            default="fixed",
+            show_default=True,
+            help="adaptive: draft less where drafts do not pay. The text stays the same.",
+        ),
+        click.option(
+            "--strategy-share",
+            "shares",
+            multiple=True,
+            metavar="NAME=SHARE",
+            help="Give this share of them to another strategy, e.g. dflow=0.05; repeatable.",
+        ),
+        click.option("--strategy", help="Of requests that name none. [default: the bundle's best]"),
+        click.option(
+            "--max-queue", type=click.IntRange(0), default=128, show_default=True, help="Sequences that may wait."
+        ),
+    ):
+        command = option(command)
+    return command
 
 
 def drafter_source(text: str) -> DrafterSource:

@@ -9,32 +9,15 @@ from typing import Any
 
 import click
 
-from dflow_trt.cli.common import FOLDER, POSITIVE, print_json
+from dflow_trt.cli.common import FOLDER, print_json, serving_options
 from dflow_trt.cli.interrupts import loading, undo_on_sigterm
-from dflow_trt.spec import DRAFT_POLICIES
 
 
 @click.command()
 @click.argument("bundle", type=FOLDER)
 @click.option("--output", type=FOLDER, required=True, help="Folder of the model repository.")
-@click.option("--max-queue", type=click.IntRange(0), default=128, show_default=True, help="Sequences that may wait.")
 @click.option("--timeout", type=float, help="Seconds a request may take, waiting included. [default: no limit]")
-@click.option(
-    "--draft-policy",
-    type=click.Choice(DRAFT_POLICIES),
-    default="fixed",
-    show_default=True,
-    help="adaptive: draft less where drafts do not pay. The text stays the same.",
-)
-@click.option("--strategy", help="Of requests that name none. [default: the bundle's best]")
-@click.option(
-    "--strategy-share",
-    "shares",
-    multiple=True,
-    metavar="NAME=SHARE",
-    help="Give this share of them to another strategy, e.g. dflow=0.05; repeatable.",
-)
-@click.option("--threads", type=POSITIVE, help="CPU threads of the model. [default: all cores]")
+@serving_options
 @click.option("--force", is_flag=True, help="Replace an existing folder.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
 def package(bundle: Path, output: Path, shares: Sequence[str], force: bool, as_json: bool, **options: Any) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import click
 
-from dflow_trt.cli.common import FOLDER, POSITIVE
+from dflow_trt.cli.common import FOLDER, POSITIVE, serving_options
 from dflow_trt.cli.interrupts import loading, undo_on_sigterm
 from dflow_trt.errors import UserError
-from dflow_trt.spec import DRAFT_POLICIES, DraftPolicy
+from dflow_trt.spec import DraftPolicy
 
 PORT = click.IntRange(0, 65535)
 SECONDS = click.FloatRange(0, min_open=True)
@@ -27,23 +27,7 @@ NEEDS = "pip install '.[triton,serve]' in the checkout"
 @click.option(
     "--timeout", type=SECONDS, default=600.0, show_default=True, help="Seconds a request may take, waiting included."
 )
-@click.option("--max-queue", type=click.IntRange(0), default=128, show_default=True, help="Sequences that may wait.")
-@click.option("--strategy", help="Of requests that name none. [default: the bundle's best]")
-@click.option(
-    "--strategy-share",
-    "shares",
-    multiple=True,
-    metavar="NAME=SHARE",
-    help="Give this share of them to another strategy, e.g. dflow=0.05; repeatable.",
-)
-@click.option(
-    "--draft-policy",
-    type=click.Choice(DRAFT_POLICIES),
-    default="fixed",
-    show_default=True,
-    help="adaptive: draft less where drafts do not pay. The text stays the same.",
-)
-@click.option("--threads", type=POSITIVE, help="CPU threads of the model. [default: all cores]")
+@serving_options
 @click.option("--triton-home", type=FOLDER, help="Folder of tritonserver. [default: DFLOW_TRITON_HOME, pip's, or PATH]")
 @click.option("--http-port", type=PORT, default=0, help="Of Triton itself, on loopback. [default: a free one]")
 @click.option("--grpc-port", type=PORT, default=0, help="[default: a free one]")

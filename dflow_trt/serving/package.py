@@ -24,6 +24,7 @@ from dflow_trt.serving.options import StrategyChooser
 from dflow_trt.spec import DraftPolicy
 
 VERSION = "1"
+MAX_INPUT_LEN = "max_input_len"  # parameter of those that encode text
 BUNDLE_DIR = "bundle"  # in the version folder of dflow
 TEMPLATES = "triton_repo"
 _TOKENIZER_USERS = (t.PREPROCESSING, t.DFLOW_BLS)
@@ -131,7 +132,8 @@ def package_bundle(
 def _write_model(model: t.Model, bundle: Bundle, options: PackageOptions, folder: Path, symlinks: bool) -> None:
     version = folder / VERSION
     version.mkdir(parents=True)
-    (folder / "config.pbtxt").write_text(config_text(model, options), encoding="utf-8")
+    config = config_text(model, options, bundle.build.max_input_len)
+    (folder / "config.pbtxt").write_text(config, encoding="utf-8")
     if model is not t.ENSEMBLE:
         shutil.copyfile(_templates() / model.name / VERSION / "model.py", version / "model.py")
     if model is t.DFLOW:
@@ -165,13 +167,13 @@ def _templates() -> Path:
 # -- config.pbtxt ------------------------------------------------------------------------------------------------------
 
 
-def config_text(model: t.Model, options: PackageOptions) -> str:
-    """A model's config.pbtxt, in protobuf's text form."""
-    lines = ["# Written by dflow-trt package.", *_lines(model_config(model, options))]
+def config_text(model: t.Model, options: PackageOptions, max_input_len: int) -> str:
+    """A model's config.pbtxt, in protobuf's text form. max_input_len: tokens of the longest prompt."""
+    lines = ["# Written by dflow-trt package.", *_lines(model_config(model, options, max_input_len))]
     return "\n".join(lines) + "\n"
 
 
-def model_config(model: t.Model, options: PackageOptions) -> dict[str, Any]:
+def model_config(model: t.Model, options: PackageOptions, max_input_len: int) -> dict[str, Any]:
     """The fields of a model's ModelConfig message; a list is a repeated field, and an Enum value is a bare word."""
     config: dict[str, Any] = {"name": model.name, "max_batch_size": 1}
     config |= {"input": [_input(tensor) for tensor in model.inputs]}
@@ -181,9 +183,8 @@ def model_config(model: t.Model, options: PackageOptions) -> dict[str, Any]:
     config |= {"backend": "python", "model_transaction_policy": {"decoupled": model.decoupled}}
     # Several instances would put the responses of a stream out of order, and dflow has one set of engines.
     config["instance_group"] = [{"count": 1, "kind": Word("KIND_MODEL" if model is t.DFLOW else "KIND_CPU")}]
-    if model is t.DFLOW:
-        pairs = options.parameters().items()
-        config["parameters"] = [{"key": name, "value": {"string_value": value}} for name, value in pairs]
+    parameters = options.parameters() if model is t.DFLOW else {MAX_INPUT_LEN: str(max_input_len)}
+    config["parameters"] = [{"key": name, "value": {"string_value": value}} for name, value in parameters.items()]
     return config
 
 

@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -40,8 +40,8 @@ from dflow_trt.serving import tensors as t
 from dflow_trt.serving.link import Answer, LinkClient, LinkServer, Question
 from dflow_trt.serving.loop import EngineFailure, Job, Piece, ServingLoop, Unavailable
 from dflow_trt.serving.metrics import Capacity, ServingMetrics
-from dflow_trt.serving.options import Ask, StrategyChooser, Values, one, read_ask
-from dflow_trt.serving.package import BUNDLE_DIR, PackageOptions
+from dflow_trt.serving.options import Ask, StrategyChooser, Values, check_length, one, read_ask
+from dflow_trt.serving.package import BUNDLE_DIR, MAX_INPUT_LEN, PackageOptions
 from dflow_trt.serving.responses import arrays, joined
 from dflow_trt.serving.series import TritonSink
 from dflow_trt.text import Tokenizer
@@ -168,6 +168,9 @@ class Watcher:
         self._thread.start()
 
     def add(self, handle: str, channel: Channel) -> None:
+        """UserError for a handle that is watched: its request must not lose its own watch."""
+        if handle in self._watched:
+            raise UserError(f"handle {handle!r} is in use; allowed: one that no other request has")
         self._watched[handle] = channel
         self._wake.set()
 
@@ -195,30 +198,46 @@ class Watcher:
 # -- preprocessing ----------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Encoder:
+    """Text to the inputs of dflow. max_input_len: tokens of the longest prompt."""
+
+    tokenizer: Tokenizer
+    max_input_len: int
+
+    @classmethod
+    def of(cls, args: Mapping[str, str]) -> Self:
+        """That of the model which Triton starts with these arguments."""
+        parameters = json.loads(args["model_config"])["parameters"]
+        tokenizer = Tokenizer.from_folder(_version_folder(args) / TOKENIZER_DIR)
+        return cls(tokenizer, int(parameters[MAX_INPUT_LEN]["string_value"]))
+
+    def inputs(self, values: Values) -> dict[str, Any]:
+        """The inputs that are made of a client's text. UserError, without encoding it, where it cannot but be too long;
+        an empty prompt and one that is just too long are for dflow to refuse."""
+        text = one(values, t.TEXT_INPUT)
+        check_length(self.tokenizer, text, self.max_input_len)
+        prefix = text if one(values, t.EXCLUDE_INPUT) is False else ""
+        return {
+            t.INPUT_IDS.name: np.array([self.tokenizer.encode(text)], np.int32),
+            t.PREFIX.name: np.array([[prefix.encode()]], np.object_),
+        }
+
+
 class PreprocessingModel:
     """Text in; token ids out, and what is to come before the answer."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        self._tokenizer = Tokenizer.from_folder(_version_folder(args) / TOKENIZER_DIR)
+        self._encoder = Encoder.of(args)
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         return [self._respond(request) for request in requests]
 
     def _respond(self, request: Any) -> Any:
         try:
-            return _response(encoded(self._tokenizer, _values(request)))
+            return _response(self._encoder.inputs(_values(request)))
         except Exception as error:
             return _error_response(_code(error), _message(error))
-
-
-def encoded(tokenizer: Tokenizer, values: Values) -> dict[str, Any]:
-    """The inputs of dflow that are made of a client's text. An empty prompt is for dflow to refuse."""
-    text = one(values, t.TEXT_INPUT)
-    prefix = text if one(values, t.EXCLUDE_INPUT) is False else ""
-    return {
-        t.INPUT_IDS.name: np.array([tokenizer.encode(text)], np.int32),
-        t.PREFIX.name: np.array([[prefix.encode()]], np.object_),
-    }
 
 
 # -- dflow -------------------------------------------------------------------------------------------------------------
@@ -429,7 +448,7 @@ class DflowBlsModel:
     """The ensemble's interface in one model. It passes on that a client is gone, which an ensemble does not."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        self._tokenizer = Tokenizer.from_folder(_version_folder(args) / TOKENIZER_DIR)
+        self._encoder = Encoder.of(args)
         self._channels: dict[str, Channel] = {}
         self._link = LinkClient(os.getppid(), self._answer)
         self._watcher = Watcher(lambda handle: self._ask(Question(handle)))
@@ -446,7 +465,7 @@ class DflowBlsModel:
     def _take(self, request: Any, channel: Channel) -> None:
         values, parameters, handle = _values(request), _parameters(request), uuid.uuid4().hex
         if not one(values, t.STOP):
-            values = {**values, **encoded(self._tokenizer, values)}
+            values = {**values, **self._encoder.inputs(values)}
         inputs = {tensor.name for tensor in t.DFLOW.inputs}
         kept = {name: array.copy() for name, array in values.items() if name in inputs}
         self._channels[handle] = channel

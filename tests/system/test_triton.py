@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -324,6 +325,43 @@ def test_a_handle_names_one_request_and_brings_errors_with_their_code(
     assert other.last("num_output_tokens") == LONG
     assert (bad.message, bad.finals, bad.last("finish_reason")) == (None, 1, b"error")
     assert bad.last("text_output") == b"INVALID_ARG: temperature is -1.0; allowed: a number >= 0"
+
+
+def test_a_handle_in_use_is_refused_and_its_request_stays_watched(
+    server: TritonServer, tokenizer: Tokenizer, texts: list[str]
+) -> None:
+    long = {"input_ids": tokenizer.encode(texts[4]), "max_tokens": LONG, "ignore_eos": True, "stream": True}
+    handle = {"handle": "twice"}
+
+    async def work(client: InferenceServerClient) -> Answer:
+        begun, refused = asyncio.Event(), asyncio.Event()
+
+        async def leave(answer: Answer) -> bool:
+            begun.set()
+            return not refused.is_set()
+
+        options = {**long, "strategy": "ar"}
+        first = asyncio.create_task(
+            ask(client, "dflow", options, parameters={**handle, "task": "twice"}, on_response=leave)
+        )
+        await begun.wait()
+        second = await ask(client, "dflow", options, parameters=handle)
+        refused.set()
+        await first
+        return second
+
+    second = run(server, work)
+    assert (
+        second.last("text_output") == b"INVALID_ARG: handle 'twice' is in use; allowed: one that no other request has"
+    )
+    assert until(lambda: counted(server, "dflow_requests_total", "twice", outcome="cancelled") == 1)
+
+
+@pytest.mark.parametrize("model", ["ensemble", "dflow_bls"])
+def test_a_text_that_must_be_too_long_is_refused_unread(server: TritonServer, model: str) -> None:
+    answer = one(server, model, {"text_input": "1 + 2\n" * 10**6, "max_tokens": 4})
+    assert answer.message is not None
+    assert re.search("the prompt has [0-9]+ tokens or more, this server takes 512", answer.message)
 
 
 @pytest.mark.parametrize("model", ["dflow", "dflow_bls"])

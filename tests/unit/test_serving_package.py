@@ -20,7 +20,7 @@ FULL = PackageOptions(
 
 
 def parsed(model: t.Model, options: PackageOptions | None = None) -> model_config_pb2.ModelConfig:
-    return text_format.Parse(config_text(model, options or PackageOptions()), model_config_pb2.ModelConfig())
+    return text_format.Parse(config_text(model, options or PackageOptions(), 512), model_config_pb2.ModelConfig())
 
 
 @pytest.mark.parametrize("model", t.MODELS, ids=lambda model: model.name)
