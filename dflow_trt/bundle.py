@@ -21,7 +21,7 @@ from dflow_trt.spec import (
     AUTOREGRESSIVE,
     BackendName,
     BuildSpec,
-    DrafterSpec,
+    DFlashSpec,
     TargetSpec,
     build_from_json,
     drafter_from_json,
@@ -53,7 +53,7 @@ class EngineEntry:
 class DrafterEntry:
     """A drafter of the bundle, tied to the target that it was built with."""
 
-    spec: DrafterSpec
+    spec: DFlashSpec
     fingerprint: str
     target_fingerprint: str
 
@@ -85,7 +85,7 @@ class Bundle:
     engines: Mapping[str, EngineEntry] = field(default_factory=dict)
 
     @property
-    def specs(self) -> tuple[DrafterSpec, ...]:
+    def specs(self) -> tuple[DFlashSpec, ...]:
         return tuple(entry.spec for entry in self.drafters.values())
 
     @property

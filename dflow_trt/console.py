@@ -19,7 +19,7 @@ from dflow_trt.api import CompletionOutput, Prompt, RequestOutput
 from dflow_trt.bundle import Bundle
 from dflow_trt.memory import MemoryPlan, plan_memory, show_bytes
 from dflow_trt.progress import ProgressBar
-from dflow_trt.spec import DominoSpec, DrafterSpec, StackSpec
+from dflow_trt.spec import DFlashSpec, DominoSpec, StackSpec
 
 if TYPE_CHECKING:
     from dflow_trt.plan import Fit, Plan
@@ -64,7 +64,7 @@ def _stack_line(stack: StackSpec, vocab: int) -> str:
     return f"{stack.num_layers} layers, hidden {stack.hidden_size}, {heads}, vocabulary {vocab}"
 
 
-def _drafter_line(spec: DrafterSpec) -> str:
+def _drafter_line(spec: DFlashSpec) -> str:
     relay = f"relay {spec.relay.start}" if spec.relay else "no relay"
     taps = ", ".join(map(str, spec.target_layer_ids))
     head = f", {_head_label(spec.head)}" if spec.head else ""

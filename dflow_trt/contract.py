@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from dflow_trt.spec import DrafterSpec, StackSpec, TargetSpec
+from dflow_trt.spec import DFlashSpec, StackSpec, TargetSpec
 
 FORMAT_VERSION = 2
 VOCAB_BLOCK = 128  # the blocked argmax works on rows of this many logits
@@ -127,7 +127,7 @@ def vocab_columns(vocab_size: int) -> int:
     return -(-vocab_size // VOCAB_BLOCK) * VOCAB_BLOCK
 
 
-def packed_taps(drafters: tuple[DrafterSpec, ...]) -> tuple[int, ...]:
+def packed_taps(drafters: tuple[DFlashSpec, ...]) -> tuple[int, ...]:
     """The union of the drafters' taps in order of first use: the layers that ``hidden`` packs."""
     return tuple(dict.fromkeys(tap for drafter in drafters for tap in drafter.target_layer_ids))
 
@@ -149,7 +149,7 @@ def target_contract(target: TargetSpec, taps: tuple[int, ...], cache_rows: int) 
     )
 
 
-def context_contract(drafter: DrafterSpec, taps: tuple[int, ...], cache_rows: int) -> EngineContract:
+def context_contract(drafter: DFlashSpec, taps: tuple[int, ...], cache_rows: int) -> EngineContract:
     """The context: taps of any target pass in, h and the drafter's context keys and values out."""
     static = {"E": drafter.stack.hidden_size, "X": len(taps) * drafter.target_hidden_size}
     return EngineContract(
@@ -161,14 +161,14 @@ def context_contract(drafter: DrafterSpec, taps: tuple[int, ...], cache_rows: in
     )
 
 
-def relay_contract(drafter: DrafterSpec) -> EngineContract:
+def relay_contract(drafter: DFlashSpec) -> EngineContract:
     """The relay: block embeddings, plus the relay term where there is one. A drafter without relay only embeds."""
     relay = (PENDING_H, RELAY_SRC, RELAY_ON, BONUS_ID, REJECT_ID) if drafter.relay else ()
     static = {"E": drafter.stack.hidden_size, "J": drafter.block_size}
     return EngineContract(RELAY, (BLOCK_IDS, *relay), (BLOCK_EMBEDS,), 0, static)
 
 
-def drafter_contract(drafter: DrafterSpec, cache_rows: int, draft_logits: bool) -> EngineContract:
+def drafter_contract(drafter: DFlashSpec, cache_rows: int, draft_logits: bool) -> EngineContract:
     """The drafter: one pass over the block, its keys and values written behind the context and never kept.
 
     A causal head is part of it: the drafts that it gives are already those chosen one after another.

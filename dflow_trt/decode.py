@@ -28,7 +28,7 @@ from dflow_trt.request import Emission, Phase, Request, RequestStats, RoundResul
 from dflow_trt.runtime.base import Array, Runtime
 from dflow_trt.runtime.draw import Draw, drawable, drawn_pick
 from dflow_trt.slots import SlotTable
-from dflow_trt.spec import CACHE_STEP, DrafterSpec, DraftPolicy
+from dflow_trt.spec import CACHE_STEP, DFlashSpec, DraftPolicy
 
 CHUNK_STEP = 16  # prefill rows are padded to this, so that call shapes repeat
 
@@ -225,7 +225,7 @@ class Decoder:
                 drafts[i] = tuple(ids_BK[i - slots.start, : wanted[i]].tolist())
         return drafts
 
-    def _propose(self, drafter: DrafterSpec, rows: Sequence[Slot], slots: range, users: set[int]) -> Array:
+    def _propose(self, drafter: DFlashSpec, rows: Sequence[Slot], slots: range, users: set[int]) -> Array:
         size, context_B = drafter.block_size, np.array([slot.kv_len for slot in rows], np.int64)
         feeds: dict[str, Array] = {
             c.BLOCK_IDS.name: block_ids([s.tokens[-1] for s in rows], drafter.mask_token_id, size)
@@ -241,7 +241,7 @@ class Decoder:
         return self._run(c.DRAFTER, drafter.name, slots, block, (c.DRAFT_IDS.name,))[0]
 
     def _relay_feeds(
-        self, drafter: DrafterSpec, rows: Sequence[Slot], slots: range, users: set[int]
+        self, drafter: DFlashSpec, rows: Sequence[Slot], slots: range, users: set[int]
     ) -> dict[str, Array]:
         assert drafter.relay is not None
         source_BJ = np.zeros((len(rows), drafter.block_size), np.int64)

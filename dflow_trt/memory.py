@@ -26,7 +26,7 @@ from dflow_trt.checkpoint.names import (
 )
 from dflow_trt.graphs.builder import NUMPY
 from dflow_trt.graphs.store import ALIGNMENT
-from dflow_trt.spec import BuildSpec, DrafterSpec, DType, QuantSpec, StackSpec, TargetSpec, WeightForm
+from dflow_trt.spec import BuildSpec, DFlashSpec, DType, QuantSpec, StackSpec, TargetSpec, WeightForm
 
 FLOAT32 = NUMPY["float32"].itemsize
 ARENA = 2  # what ONNX Runtime's arenas hold for a byte in use: they grow by doubling
@@ -181,7 +181,7 @@ _FUSED_CONTEXT = re.compile(r"\.self_attn\.[kv]_")  # in the context engine as w
 _WIDE = ("fc.weight", "hidden_norm.weight")  # float32 in every build
 
 
-def unbuilt(target: TargetSpec, drafters: Mapping[str, DrafterSpec], build: BuildSpec) -> Bundle:
+def unbuilt(target: TargetSpec, drafters: Mapping[str, DFlashSpec], build: BuildSpec) -> Bundle:
     """The bundle that a build would write, as far as a plan reads it: specs, and data files by size.
 
     The sizes are from above: at most a page (ALIGNMENT bytes) a tensor, and the scales of int8 matrices that lie in the
@@ -231,7 +231,7 @@ class _Parts:
     drafter: Shapes
 
 
-def _drafter_parts(spec: DrafterSpec) -> _Parts:
+def _drafter_parts(spec: DFlashSpec) -> _Parts:
     shapes = drafter_tensors(spec)
     if spec.head is not None:  # its rows cover every column of the head, and its first matrix is split by input
         down, up = DOMINO_NAMES[2:]
@@ -282,7 +282,7 @@ def _pages(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _rope(bundle: Bundle, spec: TargetSpec | DrafterSpec) -> int:
+def _rope(bundle: Bundle, spec: TargetSpec | DFlashSpec) -> int:
     """cos and sin, float32 [L, D / 2] each."""
     return 2 * _pages(FLOAT32 * bundle.cache_rows * spec.stack.head_dim // 2)
 

@@ -16,7 +16,7 @@ import numpy as np
 from dflow_trt.checkpoint.names import EMBEDDING, HEAD
 from dflow_trt.checkpoint.weights import Array, QuantisedLinear, Weights
 from dflow_trt.rope import rope_tables
-from dflow_trt.spec import DrafterSpec, StackSpec, TargetSpec, WeightForm
+from dflow_trt.spec import DFlashSpec, StackSpec, TargetSpec, WeightForm
 
 HEAD_ROWS = 4096  # vocabulary rows at a time
 Linear = Callable[[Array, Array], Array]
@@ -160,13 +160,13 @@ def target_forward(
     return head.logits(rms_norm(x, stack.read("model.norm.weight"), spec.stack.rms_norm_eps)), outputs
 
 
-def context_states(weights: Weights, spec: DrafterSpec, taps: Array) -> Array:
+def context_states(weights: Weights, spec: DFlashSpec, taps: Array) -> Array:
     """h [S,E] of this drafter's packed taps [S,m*E]."""
     projected = taps @ weights.read("fc.weight").astype(np.float32).T
     return rms_norm(projected, weights.read("hidden_norm.weight").astype(np.float32), spec.stack.rms_norm_eps)
 
 
-def relay_term(weights: Weights, spec: DrafterSpec, bonus: Array, reject: Array, h: Array) -> Array:
+def relay_term(weights: Weights, spec: DFlashSpec, bonus: Array, reject: Array, h: Array) -> Array:
     """beta * LN(h) + gamma for rows h [J,E] and the embeddings of the token pair [E]."""
     assert spec.relay is not None
     read: dict[str, Any] = {name: weights.read(name).astype(np.float32) for name in _RELAY}
@@ -178,7 +178,7 @@ def relay_term(weights: Weights, spec: DrafterSpec, bonus: Array, reject: Array,
 
 
 def domino_corrections(
-    weights: Weights, spec: DrafterSpec, z: Array, read: Array, linear: Linear = float_linear
+    weights: Weights, spec: DFlashSpec, z: Array, read: Array, linear: Linear = float_linear
 ) -> Array:
     """What the causal head adds to the base logits of final-normed slots z [K,E]: [K,vocabulary], zero in the prefix.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 RelayStart = Literal["after_rejection", "at_rejection"]
 DType = Literal["float32", "float16", "bfloat16"]
@@ -150,13 +150,53 @@ class DominoSpec:
 
 @dataclass(frozen=True)
 class DrafterSpec:
+    """What every drafter has, whatever its kind; each kind adds what it is made of.
+
+    kind: its entry in :mod:`dflow_trt.kinds`. serial: whether drafts are made one after another, so that more of them
+    take longer. name: what requests call it.
+    """
+
+    kind: ClassVar[str]
+    serial: ClassVar[bool] = False
+
+    name: str
+
+    @property
+    def num_drafts(self) -> int:
+        """K, the most drafts of a round."""
+        raise NotImplementedError
+
+    @property
+    def verify_rows(self) -> int:
+        """K + 1, the rows of a whole verify pass: the anchor and the drafts."""
+        return self.num_drafts + 1
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The target layers whose outputs it reads, in the order in which it reads them; L is the output of layer L."""
+        return ()
+
+    @property
+    def relays(self) -> bool:
+        """Whether it takes up rejected states (DFlow)."""
+        return False
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """The request strategies that it serves."""
+        return (self.name, self.name + NO_RELAY_SUFFIX) if self.relays else (self.name,)
+
+
+@dataclass(frozen=True)
+class DFlashSpec(DrafterSpec):
     """A DFlash drafter (arXiv 2602.06036); with ``relay`` a DFlow drafter, with ``head`` a Domino drafter.
 
     block_size: B, one anchor slot and B - 1 mask slots. target_layer_ids: the taps, in checkpoint order; L means the
     output of the target's decoder layer L. target_hidden_size: the width of one tap.
     """
 
-    name: str
+    kind: ClassVar[str] = "dflash"
+
     stack: StackSpec
     block_size: int
     mask_token_id: int
@@ -174,30 +214,30 @@ class DrafterSpec:
     licence: str | None
 
     @property
+    def taps(self) -> tuple[int, ...]:
+        """See :class:`DrafterSpec`."""
+        return self.target_layer_ids
+
+    @property
+    def relays(self) -> bool:
+        """See :class:`DrafterSpec`."""
+        return self.relay is not None
+
+    @property
     def first_slot(self) -> int:
         """The slot of draft 1: 1, as slot j drafts its own position A + j; 0 where a head shifts that by one."""
         return 0 if self.head is not None and self.head.shifted else 1
 
     @property
     def num_drafts(self) -> int:
-        """K, the drafts of a block: one a slot from ``first_slot`` on."""
+        """K, the drafts of a block: one a slot from ``first_slot`` on. A verify pass has at least a block's rows."""
         return self.block_size - self.first_slot
-
-    @property
-    def verify_rows(self) -> int:
-        """K + 1, the rows of a whole verify pass: the anchor and the drafts. Never fewer than the slots of a block."""
-        return self.num_drafts + 1
 
     @property
     def corrected_drafts(self) -> range:
         """The drafts, counted from 1, that the causal head corrects."""
         kept = self.num_drafts if self.head is None else self.head.prefix_length
         return range(kept + 1, self.num_drafts + 1)
-
-    @property
-    def strategies(self) -> tuple[str, ...]:
-        """The request strategies that this drafter serves."""
-        return (self.name, self.name + NO_RELAY_SUFFIX) if self.relay else (self.name,)
 
 
 @dataclass(frozen=True)
@@ -257,13 +297,13 @@ def _quantisation(data: Mapping[str, Any] | None) -> QuantSpec | None:
     return None if data is None else QuantSpec(**{**data, "kept": tuple(data["kept"])})
 
 
-def drafter_from_json(data: Mapping[str, Any]) -> DrafterSpec:
+def drafter_from_json(data: Mapping[str, Any]) -> DFlashSpec:
     """The inverse of :func:`to_json`; raises TypeError or KeyError on unknown or missing fields."""
     relay = RelaySpec(**data["relay"]) if data["relay"] is not None else None
     head = DominoSpec(**data["head"]) if data["head"] is not None else None
     stack = _stack(data["stack"])
     taps = tuple(data["target_layer_ids"])
-    return DrafterSpec(**{**data, "stack": stack, "relay": relay, "head": head, "target_layer_ids": taps})
+    return DFlashSpec(**{**data, "stack": stack, "relay": relay, "head": head, "target_layer_ids": taps})
 
 
 def build_from_json(data: Mapping[str, Any]) -> BuildSpec:

@@ -26,8 +26,8 @@ from dflow_trt.request import Request
 from dflow_trt.spec import (
     CACHE_STEP,
     BuildSpec,
+    DFlashSpec,
     DominoSpec,
-    DrafterSpec,
     RelaySpec,
     RelayStart,
     RopeSpec,
@@ -126,9 +126,9 @@ def stack_spec(heads_per_group: int = 2) -> StackSpec:
     return StackSpec(4, 1, heads_per_group, 1, 4, 8, 1e-6, False, rope, (None,), (True,))
 
 
-def drafter_spec(name: str, block_size: int, relay: RelayStart | None, shifted: bool = False) -> DrafterSpec:
+def drafter_spec(name: str, block_size: int, relay: RelayStart | None, shifted: bool = False) -> DFlashSpec:
     """``shifted``: by a causal head, so that the block has as many drafts as slots."""
-    return DrafterSpec(
+    return DFlashSpec(
         name=name,
         stack=stack_spec(),
         block_size=block_size,
@@ -149,7 +149,7 @@ def drafter_spec(name: str, block_size: int, relay: RelayStart | None, shifted: 
 
 
 def make_bundle(
-    drafters: Iterable[DrafterSpec] = (),
+    drafters: Iterable[DFlashSpec] = (),
     *,
     max_batch_size: int = 4,
     max_input_len: int = 80,

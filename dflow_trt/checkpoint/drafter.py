@@ -25,8 +25,8 @@ from dflow_trt.spec import (
     AUTOREGRESSIVE,
     NO_RELAY_SUFFIX,
     RELAY_STARTS,
+    DFlashSpec,
     DominoSpec,
-    DrafterSpec,
     DType,
     RelaySpec,
     StackSpec,
@@ -48,7 +48,7 @@ class DrafterCheckpoint:
     """A validated drafter. ``weights`` has exactly the tensors of ``names.drafter_tensors(spec)``."""
 
     path: Path
-    spec: DrafterSpec
+    spec: DFlashSpec
     weights: Weights
     fingerprint: str
 
@@ -92,8 +92,8 @@ def _spec(
     name: str,
     architecture: str,
     dtype: DType,
-) -> DrafterSpec:
-    return DrafterSpec(
+) -> DFlashSpec:
+    return DFlashSpec(
         name=name,
         stack=_paired_stack(draft, target),
         block_size=_block_size(draft.keys),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dflow_trt.checkpoint.reader import refuse
 from dflow_trt.checkpoint.weights import Weights
-from dflow_trt.spec import DominoSpec, DrafterSpec, StackSpec, TargetSpec
+from dflow_trt.spec import DFlashSpec, DominoSpec, StackSpec, TargetSpec
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -29,7 +29,7 @@ def linear_layers(stack: StackSpec, prefix: str) -> dict[str, tuple[int, int]]:
     return {name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in matrices.items()}
 
 
-def drafter_tensors(spec: DrafterSpec) -> Shapes:
+def drafter_tensors(spec: DFlashSpec) -> Shapes:
     """Name -> shape of a drafter's tensors, z-lab's names, with those of a relay and a head where the spec has them."""
     hidden = spec.stack.hidden_size
     width = len(spec.target_layer_ids) * spec.target_hidden_size

@@ -29,7 +29,7 @@ from dflow_trt.runtime import cuda
 from dflow_trt.runtime.trt.buffers import pending_bytes
 from dflow_trt.runtime.trt.engine import cache_tensors, tensor_types
 from dflow_trt.runtime.trt.library import COMPUTE_CAPABILITY, GPU, HARDWARE, LATER_VERSIONS, MODULES, import_tensorrt
-from dflow_trt.spec import BackendName, BuildSpec, DrafterSpec, DType, StackSpec, TargetSpec, TargetWeights, WeightForm
+from dflow_trt.spec import BackendName, BuildSpec, DFlashSpec, DType, StackSpec, TargetSpec, TargetWeights, WeightForm
 
 HEAD_DIMS = range(16, 257, 8)
 """Head sizes of the fused attention, in float16 and bfloat16 (TensorRT-RTX 1.7); in float32 it is decomposed."""
@@ -60,7 +60,7 @@ class TensorRT:
 
     # -- before anything is written ----------------------------------------------------------------------------------
 
-    def check(self, build: BuildSpec, target: TargetSpec, drafters: Sequence[DrafterSpec]) -> None:
+    def check(self, build: BuildSpec, target: TargetSpec, drafters: Sequence[DFlashSpec]) -> None:
         """UserError for what TensorRT does not offer."""
         for flag, form in (("--target-weights", build.target_form), ("--draft-weights", build.draft_weights)):
             if form != "float":
@@ -82,7 +82,7 @@ class TensorRT:
                 "export it again in such groups"
             )
 
-    def check_machine(self, build: BuildSpec, drafters: Sequence[DrafterSpec]) -> None:
+    def check_machine(self, build: BuildSpec, drafters: Sequence[DFlashSpec]) -> None:
         """UserError where TensorRT, a GPU or the plugin is missing."""
         self._machine(build)
         if drafters:

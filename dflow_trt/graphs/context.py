@@ -14,10 +14,10 @@ from dflow_trt import contract as c
 from dflow_trt.graphs import store
 from dflow_trt.graphs.blocks import Rope, by_head, linear, normed_rotated
 from dflow_trt.graphs.builder import NUMPY, GraphBuilder
-from dflow_trt.spec import DrafterSpec
+from dflow_trt.spec import DFlashSpec
 
 
-def build_context(g: GraphBuilder, drafter: DrafterSpec, taps: Sequence[int]) -> None:
+def build_context(g: GraphBuilder, drafter: DFlashSpec, taps: Sequence[int]) -> None:
     """``taps`` are the layers packed in ``hidden``; the drafter reads its own columns of them."""
     stack, positions, write_index = drafter.stack, g.input(c.POSITION_IDS), g.input(c.WRITE_INDEX)
     h = _project(g, drafter, _own_columns(g, drafter, taps))
@@ -33,7 +33,7 @@ def build_context(g: GraphBuilder, drafter: DrafterSpec, taps: Sequence[int]) ->
         g.update_cache(i, "v", v, write_index)
 
 
-def _own_columns(g: GraphBuilder, drafter: DrafterSpec, taps: Sequence[int]) -> ir.Value:
+def _own_columns(g: GraphBuilder, drafter: DFlashSpec, taps: Sequence[int]) -> ir.Value:
     """This drafter's taps in its own order, out of the packed ones."""
     hidden = g.input(c.HIDDEN)
     if tuple(taps) == drafter.target_layer_ids:
@@ -44,7 +44,7 @@ def _own_columns(g: GraphBuilder, drafter: DrafterSpec, taps: Sequence[int]) -> 
     return g.op("hidden.own", "Concat", *own, axis=-1)
 
 
-def _project(g: GraphBuilder, drafter: DrafterSpec, hidden: ir.Value) -> ir.Value:
+def _project(g: GraphBuilder, drafter: DFlashSpec, hidden: ir.Value) -> ir.Value:
     wide = hidden if g.lowering.dtype == "float32" else g.cast("hidden.wide", hidden, "float32")
     weight = g.weight(g.store.add("fc.weight", store.transposed(g.source, ["fc.weight"], NUMPY["float32"])))
     norm = g.vector("hidden_norm.weight", "float32")

@@ -13,10 +13,10 @@ import onnx_ir as ir
 from dflow_trt import contract as c
 from dflow_trt.graphs.blocks import Vocabulary, argmax, silu, stored_matrix, times
 from dflow_trt.graphs.builder import GraphBuilder
-from dflow_trt.spec import DrafterSpec
+from dflow_trt.spec import DFlashSpec
 
 
-def draft_in_turn(g: GraphBuilder, drafter: DrafterSpec, vocabulary: Vocabulary, z: ir.Value, base: ir.Value) -> None:
+def draft_in_turn(g: GraphBuilder, drafter: DFlashSpec, vocabulary: Vocabulary, z: ir.Value, base: ir.Value) -> None:
     """Final-normed slots z [B,K,E] and their base logits [B*K,V] -> the outputs of the engine."""
     base = g.op("domino.base", "Reshape", base, g.ints(-1, drafter.num_drafts, g.contract.static["V"]))
     plain, correction, gru = _by_draft(g, "domino.base", base, drafter), _Correction(g, drafter, z), _Gru(g, drafter)
@@ -39,7 +39,7 @@ def _anchor(g: GraphBuilder) -> ir.Value:
     return g.op("domino.anchor", "Slice", g.input(c.BLOCK_EMBEDS), g.ints(0), g.ints(1), g.ints(1))
 
 
-def _by_draft(g: GraphBuilder, name: str, x: ir.Value, drafter: DrafterSpec) -> Sequence[ir.Value]:
+def _by_draft(g: GraphBuilder, name: str, x: ir.Value, drafter: DFlashSpec) -> Sequence[ir.Value]:
     """[B,K,..] -> K times [B,1,..]."""
     labels = [str(i) for i in range(1, drafter.num_drafts + 1)]
     return g.split(name, x, [1] * drafter.num_drafts, labels, axis=1)
@@ -48,7 +48,7 @@ def _by_draft(g: GraphBuilder, name: str, x: ir.Value, drafter: DrafterSpec) -> 
 class _Correction:
     """W_2 silu(W_1 [z ; s]). W_1 is split by input, so that what it makes of z is one product for all slots."""
 
-    def __init__(self, g: GraphBuilder, drafter: DrafterSpec, z: ir.Value) -> None:
+    def __init__(self, g: GraphBuilder, drafter: DFlashSpec, z: ir.Value) -> None:
         self._g, size = g, drafter.stack.hidden_size
         down = ["embed_proj.0.weight"]
         of_z = times(g, "domino.down.z", z, stored_matrix(g, "domino.down.z", down, slice(size)))
@@ -67,7 +67,7 @@ class _Correction:
 class _Gru:
     """torch.nn.GRU of one layer without biases, a token at a time; its weights hold the gates in the order r, z, n."""
 
-    def __init__(self, g: GraphBuilder, drafter: DrafterSpec) -> None:
+    def __init__(self, g: GraphBuilder, drafter: DFlashSpec) -> None:
         assert drafter.head is not None
         self._g, self._size = g, drafter.head.state_size
         self._input = stored_matrix(g, "domino.gru.input", ["prefix_gru.weight_ih_l0"], shared=True)

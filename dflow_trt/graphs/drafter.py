@@ -12,12 +12,12 @@ from dflow_trt import contract as c
 from dflow_trt.graphs.blocks import DecoderLayers, Rope, Scores, Visibility, Vocabulary, argmax, rms_norm
 from dflow_trt.graphs.builder import GraphBuilder
 from dflow_trt.graphs.domino import draft_in_turn
-from dflow_trt.spec import DrafterSpec
+from dflow_trt.spec import DFlashSpec
 
 END = 2**31 - 1
 
 
-def build_drafter(g: GraphBuilder, drafter: DrafterSpec, vocabulary: Vocabulary) -> None:
+def build_drafter(g: GraphBuilder, drafter: DFlashSpec, vocabulary: Vocabulary) -> None:
     """Slot 0 is the anchor's; draft 1 comes from ``drafter.first_slot``, and each slot behind it gives the next."""
     z = _final_states(g, drafter)
     scores = vocabulary.scores(g, g.op("head.flat", "Reshape", z, g.ints(-1, drafter.stack.hidden_size)))
@@ -27,7 +27,7 @@ def build_drafter(g: GraphBuilder, drafter: DrafterSpec, vocabulary: Vocabulary)
         _draft_at_once(g, drafter, scores)
 
 
-def _final_states(g: GraphBuilder, drafter: DrafterSpec) -> ir.Value:
+def _final_states(g: GraphBuilder, drafter: DFlashSpec) -> ir.Value:
     """The block through all layers and the final norm: [B,K,E] of the slots that draft."""
     stack, write_index = drafter.stack, g.input(c.BLOCK_WRITE_INDEX)
     positions, kv_index = g.input(c.BLOCK_POSITION_IDS), g.input(c.KV_INDEX)
@@ -42,7 +42,7 @@ def _final_states(g: GraphBuilder, drafter: DrafterSpec) -> ir.Value:
     return rms_norm(g, "final_norm", x, "norm.weight", stack.rms_norm_eps)
 
 
-def _draft_at_once(g: GraphBuilder, drafter: DrafterSpec, scores: Scores) -> None:
+def _draft_at_once(g: GraphBuilder, drafter: DFlashSpec, scores: Scores) -> None:
     best = argmax(g, "argmax", scores.values)
     g.output(c.DRAFT_IDS, g.op("draft_ids", "Reshape", best, g.ints(-1, drafter.num_drafts)))
     if c.DRAFT_LOGITS in g.contract.outputs:
@@ -51,7 +51,7 @@ def _draft_at_once(g: GraphBuilder, drafter: DrafterSpec, scores: Scores) -> Non
         g.output(c.DRAFT_LOGITS, g.op("draft_logits", "Reshape", logits, shape))
 
 
-def _output_transform(g: GraphBuilder, drafter: DrafterSpec, x: ir.Value) -> ir.Value:
+def _output_transform(g: GraphBuilder, drafter: DFlashSpec, x: ir.Value) -> ir.Value:
     """logits * output_multiplier, then softcapped. Both keep the order of logits, so the argmax goes without them."""
     if drafter.output_multiplier != 1.0:
         x = g.op("logits.multiplied", "Mul", x, g.scalar("output_multiplier", drafter.output_multiplier))

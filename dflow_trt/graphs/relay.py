@@ -13,12 +13,12 @@ from dflow_trt.graphs import store
 from dflow_trt.graphs.blocks import Vocabulary, silu
 from dflow_trt.graphs.builder import NUMPY, GraphBuilder, Lowering
 from dflow_trt.graphs.functions import relay_inject
-from dflow_trt.spec import DrafterSpec, DType
+from dflow_trt.spec import DFlashSpec, DType
 
 RELAY_LOWERING = Lowering("float32", "float", "fold")
 
 
-def build_relay(g: GraphBuilder, drafter: DrafterSpec, vocabulary: Vocabulary, block_dtype: DType) -> None:
+def build_relay(g: GraphBuilder, drafter: DFlashSpec, vocabulary: Vocabulary, block_dtype: DType) -> None:
     """``block_dtype`` is what the drafter engine takes. A drafter without relay gets its embeddings alone."""
     embed = _Embedding(g, vocabulary, drafter.input_embedding_scale)
     block = embed.rows("block", g.input(c.BLOCK_IDS))
@@ -42,7 +42,7 @@ class _Embedding:
         return self._g.op(f"{name}.scaled", "Mul", rows, self._g.scalar("embed.scale", self._scale))
 
 
-def _inject(g: GraphBuilder, drafter: DrafterSpec, embed: _Embedding, block: ir.Value, eps: float) -> ir.Value:
+def _inject(g: GraphBuilder, drafter: DFlashSpec, embed: _Embedding, block: ir.Value, eps: float) -> ir.Value:
     source = g.op("relay.source", "Unsqueeze", g.input(c.RELAY_SRC), g.ints(2))
     h = g.op("relay.h", "GatherND", g.input(c.PENDING_H), source, batch_dims=1)
     beta_gamma = _mlp(g, drafter.stack.hidden_size, h, _pair(g, embed))

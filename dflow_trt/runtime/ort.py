@@ -19,7 +19,7 @@ from dflow_trt import contract as c
 from dflow_trt.bundle import Bundle, check_backend
 from dflow_trt.errors import UserError
 from dflow_trt.runtime.base import Array
-from dflow_trt.spec import DrafterSpec
+from dflow_trt.spec import DFlashSpec
 
 NUMPY_KINDS: dict[str, Any] = {"int64": np.int64, "bool": np.bool_, "float32": np.float32, "engine": np.float32}
 MAX_THREADS = 512  # far more than cores only slows down, and very many never start
@@ -173,7 +173,7 @@ class OrtRuntime:
         self._bindings.clear()
 
 
-def _pending(slots: int, drafter: DrafterSpec) -> Array:
+def _pending(slots: int, drafter: DFlashSpec) -> Array:
     """The h rows that wait for the next relay, [slots,J,E]."""
     return np.zeros((slots, drafter.block_size, drafter.stack.hidden_size), np.float32)
 

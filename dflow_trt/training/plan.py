@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dflow_trt.errors import UserError
-from dflow_trt.spec import DominoSpec, DrafterSpec, TargetSpec
+from dflow_trt.spec import DFlashSpec, DominoSpec, TargetSpec
 
 Mode = Literal["dflash", "self-conditioned", "dflow"]
 Rollout = Literal["real", "teacher-forced"]
@@ -39,7 +39,7 @@ class DrafterSource:
     """A drafter to go on from, validated for the target. read: tensor name -> numpy array in the checkpoint's dtype."""
 
     path: Path
-    spec: DrafterSpec
+    spec: DFlashSpec
     fingerprint: str
     read: Callable[[str], Any]
 
@@ -276,7 +276,7 @@ def _continued_shape(source: DrafterSource, target: TargetSource, options: Optio
     )
 
 
-def _fixed(spec: DrafterSpec) -> dict[str, Any]:
+def _fixed(spec: DFlashSpec) -> dict[str, Any]:
     """What a drafter to go on from has settled, by the flag."""
     fixed: dict[str, Any] = {
         "block_size": spec.block_size,

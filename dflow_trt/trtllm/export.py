@@ -21,7 +21,7 @@ from dflow_trt.checkpoint.safetensors import SINGLE
 from dflow_trt.checkpoint.target import TargetCheckpoint, read_target
 from dflow_trt.errors import UserError
 from dflow_trt.files import staged_folder
-from dflow_trt.spec import DominoSpec, DrafterSpec, DType, RopeSpec, TargetSpec
+from dflow_trt.spec import DFlashSpec, DominoSpec, DType, RopeSpec, TargetSpec
 from dflow_trt.trtllm import readme
 from dflow_trt.trtllm.schema import DEFAULT_VERSION, Version, find_version
 from dflow_trt.trtllm.tensors import write_tensors
@@ -144,7 +144,7 @@ def _check_output(output: Path, force: bool, sources: Sequence[Path]) -> None:
 # -- what TensorRT-LLM would read otherwise ----------------------------------------------------------------------------
 
 
-def _check_expressible(spec: DrafterSpec) -> None:
+def _check_expressible(spec: DFlashSpec) -> None:
     """UserError for a drafter that would load there without a complaint, and draft something else."""
     misread = next(_misreadings(spec), None)
     if misread is not None:
@@ -152,7 +152,7 @@ def _check_expressible(spec: DrafterSpec) -> None:
         raise UserError(f"drafter: {found}; allowed for TensorRT-LLM: {allowed}; {why}")
 
 
-def _misreadings(spec: DrafterSpec) -> Iterator[tuple[str, str, str]]:
+def _misreadings(spec: DFlashSpec) -> Iterator[tuple[str, str, str]]:
     taps = list(spec.target_layer_ids)
     if taps != sorted(taps):
         why = "it sorts them, and fc would read the layers in another order; train with ascending taps"
@@ -271,7 +271,7 @@ def _head_config(head: DominoSpec) -> dict[str, Any]:
     }
 
 
-def _speculative_config(spec: DrafterSpec, drafter: Path) -> dict[str, Any]:
+def _speculative_config(spec: DFlashSpec, drafter: Path) -> dict[str, Any]:
     """DFlashDecodingConfig. Its reader would find the ids itself; here they are in sight."""
     return {
         "decoding_type": "DFlash",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflow_trt.spec import DrafterSpec
+from dflow_trt.spec import DFlashSpec
 
 NAME = "README.md"
 
@@ -51,7 +51,7 @@ class Places:
     output: Path
 
 
-def text(spec: DrafterSpec, version: str, places: Places, notes: Sequence[str]) -> str:
+def text(spec: DFlashSpec, version: str, places: Places, notes: Sequence[str]) -> str:
     """README.md of the export of this drafter."""
     strategy = spec.strategies[-1]  # without its relay, where it has one
     there = {"relay/": spec.relay is not None, "head/": spec.head is not None}

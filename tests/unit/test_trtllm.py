@@ -23,7 +23,7 @@ from dflow_trt.checkpoint.drafter import read_drafter
 from dflow_trt.checkpoint.target import read_target
 from dflow_trt.cli import cli
 from dflow_trt.errors import UserError
-from dflow_trt.spec import DrafterSpec
+from dflow_trt.spec import DFlashSpec
 from dflow_trt.trtllm import export as exporting
 from dflow_trt.trtllm.export import Export, Limits, export_trtllm
 from dflow_trt.trtllm.schema import VERSIONS, find_version
@@ -124,7 +124,7 @@ def make_pair(folder: Path, target: Config | None = None, **drafter: Any) -> Pai
     return folder / "target", folder / "draft"
 
 
-def spec_of(target: Path, drafter: Path, name: str | None = None) -> DrafterSpec:
+def spec_of(target: Path, drafter: Path, name: str | None = None) -> DFlashSpec:
     return read_drafter(drafter, read_target(target).spec, name).spec
 
 
