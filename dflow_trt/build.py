@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -21,7 +21,7 @@ import onnx_ir as ir
 
 from dflow_trt import contract as c
 from dflow_trt.bundle import Bundle, DrafterEntry, FileEntry, engine_file, file_sha256, open_bundle, write_manifest
-from dflow_trt.checkpoint.drafter import DrafterCheckpoint, read_drafter
+from dflow_trt.checkpoint.folder import DrafterCheckpoint
 from dflow_trt.checkpoint.names import EMBEDDING, HEAD
 from dflow_trt.checkpoint.target import TargetCheckpoint, read_target
 from dflow_trt.checkpoint.weights import Array, Weights
@@ -32,11 +32,10 @@ from dflow_trt.errors import UserError
 from dflow_trt.graphs import store
 from dflow_trt.graphs.blocks import Vocabulary, dead_columns
 from dflow_trt.graphs.builder import NUMPY, GraphBuilder, Lowering
-from dflow_trt.graphs.context import build_context
-from dflow_trt.graphs.drafter import build_drafter
-from dflow_trt.graphs.relay import RELAY_LOWERING, build_relay
+from dflow_trt.graphs.intake import read_any_drafter
 from dflow_trt.graphs.target import build_target
-from dflow_trt.memory import plan_memory, show_bytes, unbuilt
+from dflow_trt.kinds import KINDS
+from dflow_trt.memory import head_forms, plan_memory, show_bytes, unbuilt
 from dflow_trt.selfcheck import run_self_check
 from dflow_trt.spec import BuildSpec, DType, TargetSpec, TargetWeights, WeightForm
 
@@ -87,10 +86,14 @@ class BuildOptions:
 
 @dataclass(frozen=True)
 class DrafterSource:
-    """A drafter folder and the name that requests give it (None: by what it is, e.g. dflash or dflow)."""
+    """A drafter folder and the name that requests give it (None: by what it is, e.g. dflash or dflow).
+
+    settings: what its folder does not say, e.g. {"drafts": 5}. ngram, which has no folder, is a path of that name.
+    """
 
     path: Path
     name: str | None = None
+    settings: Mapping[str, int] = field(default_factory=dict)
 
 
 def build_bundle(
@@ -113,7 +116,7 @@ def build_bundle(
     _remove_leftovers(output)
     _check_output(output, force)
     source = read_target(target, quantised=True)
-    drafts = read_drafters(drafters, source.spec)
+    drafts = read_drafters(drafters, source)
     backend = choose_backend(options.backend, options.engine)
     spec = build_spec(options, backend, source.spec, max((d.spec.verify_rows for d in drafts), default=1))
     _check_mode(backend, self_check)
@@ -144,8 +147,8 @@ def _resolved(output: Path) -> Path:
         raise UserError(f"--output: {str(output)!r} is no usable path; choose another folder") from None
 
 
-def read_drafters(sources: Sequence[DrafterSource], target: TargetSpec) -> list[DrafterCheckpoint]:
-    drafts = [read_drafter(source.path, target, source.name) for source in sources]
+def read_drafters(sources: Sequence[DrafterSource], target: TargetCheckpoint) -> list[DrafterCheckpoint]:
+    drafts = [read_any_drafter(source.path, target, source.name, source.settings) for source in sources]
     names = [draft.spec.name for draft in drafts]
     for name in names:
         if names.count(name) > 1:
@@ -335,8 +338,8 @@ def estimate_bytes(target: TargetCheckpoint, drafts: Sequence[DrafterCheckpoint]
 
 def _graph_bytes(contract: c.EngineContract, entry: DrafterEntry | None) -> int:
     """An engine's graph: it grows by the layer, and by the draft where a causal head chooses one after another."""
-    causal = contract.engine == c.DRAFTER and entry is not None and entry.spec.head is not None
-    drafts = contract.static["K"] if causal else 0
+    causal = contract.engine == c.DRAFTER and entry is not None and entry.spec.corrects
+    drafts = contract.static.get("K", 0) if causal else 0
     return GRAPH_BYTES + LAYER_GRAPH_BYTES * contract.cache_layers + DRAFT_GRAPH_BYTES * drafts
 
 
@@ -357,7 +360,7 @@ DRAFT_GRAPH_BYTES = 8 << 10  # what a draft of a causal head adds
 
 
 class _Writer:
-    """Writes every file of one bundle but the manifest."""
+    """Writes every file of one bundle but the manifest; see :class:`dflow_trt.graphs.kind.Writer`."""
 
     def __init__(
         self,
@@ -371,19 +374,21 @@ class _Writer:
         self.folder, self.build, self.target, self.drafts, self.report = folder, build, target, drafts, report
         self.files: dict[str, FileEntry] = {}
         self.target_lowering = backend.target_lowering(build)
-        self.draft_lowering = backend.draft_lowering(build)
+        self.lowering = backend.draft_lowering(build)
+        self.taps = c.packed_taps(tuple(draft.spec for draft in drafts))
 
     def write(self) -> Bundle:
         bundle = self._bundle()
         with self._data(c.VOCAB_DATA) as data:
-            vocabulary = _write_vocabulary(self.target, self._forms(), self.build.dtype, data)
-        taps = bundle.taps
+            forms = head_forms(self.build, bundle.specs)
+            self.vocabulary = _write_vocabulary(self.target, forms, self.build.dtype, data)
         contracts = {(drafter, contract.engine): contract for drafter, contract in bundle.contracts()}
         graph = self._engine(contracts[None, c.TARGET], None, self.target_lowering, self.target.weights)
         with graph as g:
-            build_target(g, self.target.spec, vocabulary, taps)
+            build_target(g, self.target.spec, self.vocabulary, self.taps)
         for draft in self.drafts:
-            self._write_drafter(draft, contracts, vocabulary, taps)
+            engines = {engine: contract for (name, engine), contract in contracts.items() if name == draft.spec.name}
+            KINDS[draft.spec.kind].graphs_module().write(self, draft, engines)
         self._copy_tokenizer()
         return dataclasses.replace(bundle, files=self.files)
 
@@ -392,24 +397,16 @@ class _Writer:
         drafters = {d.spec.name: DrafterEntry(d.spec, d.fingerprint, fingerprint) for d in self.drafts}
         return Bundle(self.folder, self.target.spec, fingerprint, drafters, self.build, {}, _versions(), {})
 
-    def _forms(self) -> set[WeightForm]:
-        """The weight forms in which some engine wants the head."""
-        return {self.build.target_form} | ({self.build.draft_weights} if self.drafts else set())
+    def engine(
+        self, contract: c.EngineContract, drafter: str, weights: Weights, lowering: Lowering | None = None
+    ) -> contextlib.AbstractContextManager[GraphBuilder]:
+        """See :class:`dflow_trt.graphs.kind.Writer`."""
+        return self._engine(contract, drafter, lowering or self.lowering, weights)
 
-    def _write_drafter(
-        self,
-        draft: DrafterCheckpoint,
-        contracts: dict[tuple[str | None, str], c.EngineContract],
-        vocabulary: Vocabulary,
-        taps: Sequence[int],
-    ) -> None:
-        name, spec = draft.spec.name, draft.spec
-        with self._engine(contracts[name, c.CONTEXT], name, self.draft_lowering, draft.weights) as g:
-            build_context(g, spec, taps)
-        with self._engine(contracts[name, c.RELAY], name, RELAY_LOWERING, draft.weights) as g:
-            build_relay(g, spec, vocabulary, self.build.dtype)
-        with self._engine(contracts[name, c.DRAFTER], name, self.draft_lowering, draft.weights) as g:
-            build_drafter(g, spec, vocabulary)
+    def tables(self, drafter: str, source: TargetCheckpoint) -> Vocabulary:
+        """See :class:`dflow_trt.graphs.kind.Writer`."""
+        with self._data(f"{drafter}.{c.VOCAB_DATA}") as data:
+            return _write_vocabulary(source, {self.build.draft_weights}, self.build.dtype, data)
 
     @contextlib.contextmanager
     def _engine(

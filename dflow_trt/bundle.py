@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -17,14 +17,14 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from dflow_trt import contract as c
 from dflow_trt.errors import UserError
+from dflow_trt.kinds import KINDS
 from dflow_trt.spec import (
     AUTOREGRESSIVE,
     BackendName,
     BuildSpec,
-    DFlashSpec,
+    DrafterSpec,
     TargetSpec,
     build_from_json,
-    drafter_from_json,
     target_from_json,
     to_json,
 )
@@ -53,7 +53,7 @@ class EngineEntry:
 class DrafterEntry:
     """A drafter of the bundle, tied to the target that it was built with."""
 
-    spec: DFlashSpec
+    spec: DrafterSpec
     fingerprint: str
     target_fingerprint: str
 
@@ -85,7 +85,7 @@ class Bundle:
     engines: Mapping[str, EngineEntry] = field(default_factory=dict)
 
     @property
-    def specs(self) -> tuple[DFlashSpec, ...]:
+    def specs(self) -> tuple[DrafterSpec, ...]:
         return tuple(entry.spec for entry in self.drafters.values())
 
     @property
@@ -112,14 +112,14 @@ class Bundle:
         """Every strategy that a request may name."""
         found = [Strategy(AUTOREGRESSIVE, None, False)]
         for spec in self.specs:  # a drafter's own name uses all that it has
-            relay = spec.relay is not None
-            found += [Strategy(name, spec.name, relay and name == spec.name) for name in spec.strategies]
+            found += [Strategy(name, spec.name, spec.relays and name == spec.name) for name in spec.strategies]
         return {strategy.name: strategy for strategy in found}
 
     @property
     def default_strategy(self) -> str:
-        """A drafter with relay if there is one, else any drafter, with a head if one has it; else plain decoding."""
-        ranked = sorted(self.specs, key=lambda spec: (spec.relay is None, spec.head is None))
+        """A drafter with relay if there is one, else the first kind of the registry, else plain decoding."""
+        kinds = list(KINDS)
+        ranked = sorted(self.specs, key=lambda spec: (not spec.relays, kinds.index(spec.kind), not spec.corrects))
         return ranked[0].name if ranked else AUTOREGRESSIVE
 
     def strategy(self, name: str | None) -> Strategy:
@@ -134,9 +134,8 @@ class Bundle:
         """(drafter name or None, contract) of every engine."""
         yield None, c.target_contract(self.target, self.taps, self.cache_rows)
         for name, spec in ((name, entry.spec) for name, entry in self.drafters.items()):
-            yield name, c.context_contract(spec, self.taps, self.cache_rows)
-            yield name, c.relay_contract(spec)
-            yield name, c.drafter_contract(spec, self.cache_rows, self.build.draft_logits)
+            engines = KINDS[spec.kind].contracts(spec, self.target, self.taps, self.cache_rows, self.build)
+            yield from ((name, engine) for engine in engines)
 
     def graph_path(self, engine: str, drafter: str | None) -> Path:
         return self.path / engine_file(engine, drafter)
@@ -145,6 +144,12 @@ class Bundle:
         """What the runtime loads: the graph itself on ONNX Runtime, a compiled engine elsewhere."""
         graph = self.graph_path(engine, drafter)
         return graph if self.build.backend == "onnxruntime" else graph.with_suffix(c.ENGINE_SUFFIX)
+
+
+def planned(target: TargetSpec, drafters: Iterable[DrafterSpec], build: BuildSpec) -> Bundle:
+    """What a build would make, as far as its engines go: specs alone, no files."""
+    entries = {spec.name: DrafterEntry(spec, "", "") for spec in drafters}
+    return Bundle(Path(), target, "", entries, build, {}, {}, {})
 
 
 def engine_file(engine: str, drafter: str | None) -> str:
@@ -168,7 +173,8 @@ def write_manifest(bundle: Bundle) -> None:
         "built_with": dict(bundle.built_with),
         "target": {"spec": to_json(bundle.target), "fingerprint": bundle.target_fingerprint},
         "drafters": {
-            name: to_json(entry) | {"pairing": _pairing(bundle, entry)} for name, entry in bundle.drafters.items()
+            name: {"kind": entry.spec.kind, **to_json(entry), "pairing": _pairing(bundle, entry)}
+            for name, entry in bundle.drafters.items()
         },
         "build": to_json(bundle.build),
         "self_check": dict(bundle.self_check),
@@ -247,7 +253,7 @@ def _unfit(path: Path, found: str) -> UserError:
 
 
 _FIELDS = ("format_version", "built_with", "target", "drafters", "build", "self_check", "compiled", "files", "seal")
-_DRAFTER_FIELDS = ("spec", "fingerprint", "target_fingerprint", "pairing")
+_DRAFTER_FIELDS = ("kind", "spec", "fingerprint", "target_fingerprint", "pairing")
 
 
 def _check_fields(data: Mapping[str, Any], names: tuple[str, ...], where: str) -> None:
@@ -264,7 +270,7 @@ def _from_json(path: Path, data: Mapping[str, Any]) -> Bundle:
         _check_fields(entry, _DRAFTER_FIELDS, f"drafter {name!r}")
     _check_fields(data["target"], ("spec", "fingerprint"), "the target")
     drafters = {
-        name: DrafterEntry(drafter_from_json(entry["spec"]), entry["fingerprint"], entry["target_fingerprint"])
+        name: DrafterEntry(_drafter_spec(entry), entry["fingerprint"], entry["target_fingerprint"])
         for name, entry in data["drafters"].items()
     }
     return Bundle(
@@ -278,6 +284,13 @@ def _from_json(path: Path, data: Mapping[str, Any]) -> Bundle:
         self_check=dict(data["self_check"]),
         engines={name: _engine_entry(entry) for name, entry in data["compiled"].items()},
     )
+
+
+def _drafter_spec(entry: Mapping[str, Any]) -> DrafterSpec:
+    kind = entry["kind"]
+    if kind not in KINDS:
+        raise ValueError(f"a drafter of kind {kind!r}; this version knows {', '.join(KINDS)}")
+    return KINDS[kind].spec.from_json(entry["spec"])
 
 
 def _engine_entry(data: Mapping[str, Any]) -> EngineEntry:
@@ -303,9 +316,9 @@ def _check_types(bundle: Bundle) -> None:
 def _misfit(value: Any, kind: Any, where: str) -> str | None:
     """The path of the first value that is not of its field's type, or None."""
     origin, inner = get_origin(kind), get_args(kind)
-    if dataclasses.is_dataclass(kind) and type(value) is kind:
-        hints = get_type_hints(kind)
-        found = (_misfit(getattr(value, name), hint, f"{where}.{name}") for name, hint in hints.items())
+    if dataclasses.is_dataclass(kind) and _is_a(value, kind):
+        hints, names = get_type_hints(type(value)), [field.name for field in dataclasses.fields(value)]
+        found = (_misfit(getattr(value, name), hints[name], f"{where}.{name}") for name in names)
         return next((path for path in found if path), None)
     if origin is Literal:
         fits = value in inner
@@ -316,6 +329,11 @@ def _misfit(value: Any, kind: Any, where: str) -> str | None:
     else:
         fits = type(value) is kind or (kind is float and type(value) is int)
     return None if fits else where
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    """Of that very dataclass; a drafter's spec is of its kind's."""
+    return isinstance(value, DrafterSpec) if kind is DrafterSpec else type(value) is kind
 
 
 def _check_drafters(bundle: Bundle, pairings: Mapping[str, Any]) -> None:

@@ -17,9 +17,11 @@ from rich.text import Text
 from dflow_trt import contract as c
 from dflow_trt.api import CompletionOutput, Prompt, RequestOutput
 from dflow_trt.bundle import Bundle
+from dflow_trt.graphs.kind import describe_stack
+from dflow_trt.kinds import KINDS
 from dflow_trt.memory import MemoryPlan, plan_memory, show_bytes
 from dflow_trt.progress import ProgressBar
-from dflow_trt.spec import DFlashSpec, DominoSpec, StackSpec
+from dflow_trt.spec import DrafterSpec
 
 if TYPE_CHECKING:
     from dflow_trt.plan import Fit, Plan
@@ -59,22 +61,10 @@ class BuildProgress(ProgressBar):
         self.say(line)
 
 
-def _stack_line(stack: StackSpec, vocab: int) -> str:
-    heads = f"{stack.num_heads}/{stack.num_kv_heads} heads of {stack.head_dim}"
-    return f"{stack.num_layers} layers, hidden {stack.hidden_size}, {heads}, vocabulary {vocab}"
-
-
-def _drafter_line(spec: DFlashSpec) -> str:
-    relay = f"relay {spec.relay.start}" if spec.relay else "no relay"
-    taps = ", ".join(map(str, spec.target_layer_ids))
-    head = f", {_head_label(spec.head)}" if spec.head else ""
-    return f"{_stack_line(spec.stack, spec.vocab_size)}; block {spec.block_size}, taps {taps}, {relay}{head}"
-
-
-def _head_label(head: DominoSpec) -> str:
-    slots = ", shifted slots" if head.shifted else ""
-    first = head.prefix_length + 1
-    return f"Domino head from draft {first} on (state {head.state_size}, rank {head.rank}{slots})"
+def drafter_line(spec: DrafterSpec) -> str:
+    """What a drafter is, in a line."""
+    line: str = KINDS[spec.kind].graphs_module().describe(spec)
+    return line
 
 
 def memory_line(plan: MemoryPlan) -> str:
@@ -129,10 +119,10 @@ def show_bundle(bundle: Bundle) -> None:
     """`dflow-trt inspect`: specs, engines, tensors, files, licences, memory."""
     _say(f"[bold]{escape(str(bundle.path))}[/]  format {c.FORMAT_VERSION}, {bundle.build.backend} {bundle.build.dtype}")
     target = bundle.target
-    _say(f"target   {_stack_line(target.stack, target.vocab_size)}; {target.live_vocab} live ids")
+    _say(f"target   {describe_stack(target.stack, target.vocab_size)}; {target.live_vocab} live ids")
     _say(f"         licence: {escape(target.licence or 'not stated')}; fingerprint {bundle.target_fingerprint[:12]}")
     for name, entry in bundle.drafters.items():
-        _say(f"drafter  [bold]{name}[/]: {_drafter_line(entry.spec)}")
+        _say(f"drafter  [bold]{name}[/]: {drafter_line(entry.spec)}")
         _say(f"         licence: {escape(entry.spec.licence or 'not stated')}; fingerprint {entry.fingerprint[:12]}")
     build = bundle.build
     _say(

@@ -15,9 +15,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from dflow_trt.spec import DFlashSpec, StackSpec, TargetSpec
+from dflow_trt.spec import (
+    BuildSpec,
+    DFlashSpec,
+    DrafterSpec,
+    DraftModelSpec,
+    Eagle3Spec,
+    NgramSpec,
+    SelectorSpec,
+    StackSpec,
+    TargetSpec,
+)
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 VOCAB_BLOCK = 128  # the blocked argmax works on rows of this many logits
 DEAD_LOGIT = -1e30  # the logit of ids that no tokenizer knows; finite, because masked rows still enter arithmetic
 
@@ -64,12 +74,19 @@ NEXT_IDS = TensorSpec("next_ids", "int64", "BR", "host", "greedy next token afte
 LOGITS = TensorSpec("logits", "engine", "BRV", "host", "logits of each logit row; fetched only on request")
 HIDDEN = TensorSpec("hidden", "engine", "BSX", "device", "packed outputs of the tapped layers, zero past row_count")
 H = TensorSpec("h", "float32", "BSE", "device", "projected taps: hidden_norm(fc(hidden))")
-PENDING_H = TensorSpec("pending_h", "float32", "BJE", "device", "h of the last verify pass of each request (J = K + 1)")
+PENDING_H = TensorSpec(
+    "pending_h",
+    "float32",
+    "BJE",
+    "device",
+    "h kept of each request: of its last verify pass (J = K + 1), of a chain's last row",
+)
 RELAY_SRC = TensorSpec("relay_src", "int64", "BJ", "host", "row of pending_h that each block slot receives")
 RELAY_ON = TensorSpec("relay_on", "bool", "BJ", "host", "whether a block slot receives a relay term")
 BLOCK_IDS = TensorSpec("block_ids", "int64", "BJ", "host", "anchor id, then the mask id")
 BONUS_ID = TensorSpec("bonus_id", "int64", "B", "host", "b, the token that replaced the first rejected draft")
 REJECT_ID = TensorSpec("reject_id", "int64", "B", "host", "y_hat, the first rejected draft")
+ANCHOR_ID = TensorSpec("anchor_id", "int64", "B", "host", "the anchor, which a selector's first draft follows")
 BLOCK_EMBEDS = TensorSpec("block_embeds", "engine", "BJE", "device", "drafter input embeddings of the block")
 BLOCK_POSITION_IDS = TensorSpec("position_ids", "int64", "BJ", "host", "absolute positions A..A+J-1 of the block")
 BLOCK_WRITE_INDEX = TensorSpec(
@@ -79,6 +96,11 @@ DRAFT_IDS = TensorSpec("draft_ids", "int64", "BK", "host", "the drafts, greedy, 
 DRAFT_LOGITS = TensorSpec(
     "draft_logits", "engine", "BKV", "host", "logits of the drafts; only in builds that ask for them"
 )
+NEXT_INPUT_IDS = TensorSpec(
+    "input_ids", "int64", "BS", "host", "the token behind each row, t_{p+1}; of rows that are never read any valid id"
+)
+FEATURE = TensorSpec("h", "float32", "BJE", "device", "what the next row of a chain reads of the last one (J = 1)")
+STEP_IDS = TensorSpec("input_ids", "int64", "BJ", "host", "the draft just made")
 
 CacheTensor = Literal["k", "v"]
 CACHE_TENSORS: tuple[CacheTensor, CacheTensor] = ("k", "v")
@@ -107,7 +129,7 @@ class EngineContract:
     @property
     def plugins(self) -> tuple[str, ...]:
         """The dflow:: nodes of its graph, one of each."""
-        nodes = {HIDDEN_STATE_EXTRACT: HIDDEN in self.outputs, RELAY_INJECT: PENDING_H in self.inputs}
+        nodes = {HIDDEN_STATE_EXTRACT: HIDDEN in self.outputs, RELAY_INJECT: RELAY_ON in self.inputs}
         return tuple(name for name, there in nodes.items() if there)
 
     def tensor(self, name: str) -> TensorSpec:
@@ -127,9 +149,9 @@ def vocab_columns(vocab_size: int) -> int:
     return -(-vocab_size // VOCAB_BLOCK) * VOCAB_BLOCK
 
 
-def packed_taps(drafters: tuple[DFlashSpec, ...]) -> tuple[int, ...]:
+def packed_taps(drafters: tuple[DrafterSpec, ...]) -> tuple[int, ...]:
     """The union of the drafters' taps in order of first use: the layers that ``hidden`` packs."""
-    return tuple(dict.fromkeys(tap for drafter in drafters for tap in drafter.target_layer_ids))
+    return tuple(dict.fromkeys(tap for drafter in drafters for tap in drafter.taps))
 
 
 def _cache_dims(stack: StackSpec, cache_rows: int) -> dict[str, int]:
@@ -146,6 +168,33 @@ def target_contract(target: TargetSpec, taps: tuple[int, ...], cache_rows: int) 
         (NEXT_IDS, LOGITS, HIDDEN) if taps else (NEXT_IDS, LOGITS),
         stack.num_layers,
         static | _cache_dims(stack, cache_rows),
+    )
+
+
+def draft_model_contracts(
+    drafter: DraftModelSpec, target: TargetSpec, taps: tuple[int, ...], cache_rows: int, build: BuildSpec
+) -> tuple[EngineContract, ...]:
+    """The one engine of a draft model: a target's, greedy alone and without taps."""
+    model = target_contract(drafter.model, (), cache_rows)
+    inputs = tuple(spec for spec in model.inputs if spec != ROW_COUNT)  # which rows are live matters to taps alone
+    return (EngineContract(DRAFTER, inputs, (NEXT_IDS,), model.cache_layers, model.static),)
+
+
+def ngram_contracts(
+    drafter: NgramSpec, target: TargetSpec, taps: tuple[int, ...], cache_rows: int, build: BuildSpec
+) -> tuple[EngineContract, ...]:
+    """No engines."""
+    return ()
+
+
+def dflash_contracts(
+    drafter: DFlashSpec, target: TargetSpec, taps: tuple[int, ...], cache_rows: int, build: BuildSpec
+) -> tuple[EngineContract, ...]:
+    """The three engines of a DFlash drafter."""
+    return (
+        context_contract(drafter, taps, cache_rows),
+        relay_contract(drafter),
+        drafter_contract(drafter, cache_rows, build.draft_logits),
     )
 
 
@@ -171,16 +220,62 @@ def relay_contract(drafter: DFlashSpec) -> EngineContract:
 def drafter_contract(drafter: DFlashSpec, cache_rows: int, draft_logits: bool) -> EngineContract:
     """The drafter: one pass over the block, its keys and values written behind the context and never kept.
 
-    A causal head is part of it: the drafts that it gives are already those chosen one after another.
+    A causal head or a selector is part of it: the drafts that it gives are already those chosen one after another.
     """
+    anchor = (ANCHOR_ID,) if isinstance(drafter.head, SelectorSpec) else ()
     static = {"E": drafter.stack.hidden_size, "J": drafter.block_size, "K": drafter.num_drafts}
     return EngineContract(
         DRAFTER,
-        (BLOCK_EMBEDS, BLOCK_POSITION_IDS, BLOCK_WRITE_INDEX, KV_INDEX),
+        (BLOCK_EMBEDS, BLOCK_POSITION_IDS, BLOCK_WRITE_INDEX, KV_INDEX, *anchor),
         (DRAFT_IDS, DRAFT_LOGITS) if draft_logits else (DRAFT_IDS,),
         drafter.stack.num_layers,
         static | {"V": vocab_columns(drafter.vocab_size)} | _cache_dims(drafter.stack, cache_rows),
     )
+
+
+def eagle3_contracts(
+    drafter: Eagle3Spec, target: TargetSpec, taps: tuple[int, ...], cache_rows: int, build: BuildSpec
+) -> tuple[EngineContract, ...]:
+    """The two engines of an EAGLE-3 drafter, on one cache."""
+    return (
+        eagle3_context_contract(drafter, taps, cache_rows, build.draft_logits),
+        eagle3_step_contract(drafter, cache_rows, build.draft_logits),
+    )
+
+
+def eagle3_context_contract(
+    drafter: Eagle3Spec, taps: tuple[int, ...], cache_rows: int, draft_logits: bool
+) -> EngineContract:
+    """The context: keys and values of all rows of a target pass; of one row (R = 1) the first draft and its feature."""
+    static = {"X": len(taps) * drafter.target_hidden_size, "R": 1}
+    return EngineContract(
+        CONTEXT,
+        (HIDDEN, NEXT_INPUT_IDS, POSITION_IDS, LOGIT_ROWS, WRITE_INDEX, KV_INDEX),
+        _chain_outputs(draft_logits),
+        drafter.stack.num_layers,
+        static | _chain_dims(drafter, cache_rows),
+    )
+
+
+def eagle3_step_contract(drafter: Eagle3Spec, cache_rows: int, draft_logits: bool) -> EngineContract:
+    """The drafter: one row behind the last one, from its feature and the draft it gave; the next draft and feature."""
+    return EngineContract(
+        DRAFTER,
+        (PENDING_H, STEP_IDS, BLOCK_POSITION_IDS, BLOCK_WRITE_INDEX, KV_INDEX),
+        _chain_outputs(draft_logits),
+        drafter.stack.num_layers,
+        _chain_dims(drafter, cache_rows),
+    )
+
+
+def _chain_outputs(draft_logits: bool) -> tuple[TensorSpec, ...]:
+    """Draft ids are the target's; the columns of the logits are the drafter's own vocabulary."""
+    return (FEATURE, DRAFT_IDS, DRAFT_LOGITS) if draft_logits else (FEATURE, DRAFT_IDS)
+
+
+def _chain_dims(drafter: Eagle3Spec, cache_rows: int) -> dict[str, int]:
+    width = {"E": drafter.stack.hidden_size, "V": vocab_columns(drafter.draft_vocab_size)}
+    return width | {"J": 1, "K": 1} | _cache_dims(drafter.stack, cache_rows)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,11 @@
 """The draft-verify-relay loop with in-flight batching.
 
-One :meth:`Decoder.step` reads: admit -> relay -> draft -> target (verify) -> context -> accept -> target (prefill
-chunks) -> context -> retire. Requests join and leave between any two steps.
+One :meth:`Decoder.step` reads: admit -> draft -> target (verify) -> accept -> observe -> target (prefill chunks) ->
+observe -> retire. How drafts are made, and what is taken from a target pass for the next ones (relay, drafter and
+context of the DFlash family), is each drafter's own: :mod:`dflow_trt.drafting`. Requests join and leave between any two
+steps.
 
-Shape suffixes: B requests of one call, S token rows, J block slots, R logit rows.
+Shape suffixes: B requests of one call, S token rows, R logit rows.
 """
 
 from __future__ import annotations
@@ -12,23 +14,25 @@ import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
 from dflow_trt import contract as c
 from dflow_trt.bundle import Bundle
+from dflow_trt.drafting.base import Drafting, Passed
 from dflow_trt.errors import UserError
-from dflow_trt.method.draft import block_ids, draft_length, positions
-from dflow_trt.method.policy import Candidate, make_policy
-from dflow_trt.method.relay import relay_rows, relay_state
+from dflow_trt.feeds import kv_index, padded, positions
+from dflow_trt.kinds import KINDS
+from dflow_trt.method.draft import draft_length
+from dflow_trt.method.policy import Candidate, draft_load, make_policy
 from dflow_trt.method.sampling import Pick, Sampler, Workspace
 from dflow_trt.method.verify import Accepted, accept
 from dflow_trt.request import Emission, Phase, Request, RequestStats, RoundResult, Slot
 from dflow_trt.runtime.base import Array, Runtime
 from dflow_trt.runtime.draw import Draw, drawable, drawn_pick
 from dflow_trt.slots import SlotTable
-from dflow_trt.spec import CACHE_STEP, DFlashSpec, DraftPolicy
+from dflow_trt.spec import DraftPolicy
 
 CHUNK_STEP = 16  # prefill rows are padded to this, so that call shapes repeat
 
@@ -82,6 +86,10 @@ class Decoder:
         self._table = SlotTable(slots or bundle.build.max_batch_size, runtime.swap, prefix_reuse)
         self._slots = self._table.active
         self._policy = make_policy(draft_policy)
+        self._draftings: dict[str, Drafting[Any]] = {
+            spec.name: KINDS[spec.kind].drafting_module().Drafting(spec, bundle, runtime, self._run)
+            for spec in bundle.specs
+        }
         self._cancels: deque[str] = deque()  # appended to from any thread
         self._min_rows = 2 if bundle.target.stack.heads_per_group == 1 else 1
         self._workspace = Workspace(bundle.target.live_vocab)
@@ -127,7 +135,13 @@ class Decoder:
         sampler = Sampler(params, prompt, target.live_vocab, stops, request.seed, request.sample_index, self._workspace)
         limit = min(params.max_tokens, build.max_seq_len - len(prompt))
         draws = self._runtime.drawer is not None and drawable(params)
-        return Slot(request, sampler, prompt, limit, draws, stats=RequestStats(prompt_tokens=len(prompt)))
+        stats = RequestStats(prompt_tokens=len(prompt))
+        return Slot(request, sampler, prompt, limit, draws, self._lookahead(request), stats=stats)
+
+    def _lookahead(self, request: Request) -> int | None:
+        """See :class:`~dflow_trt.request.Slot`."""
+        drafting = self._draftings.get(request.strategy.drafter or "")
+        return drafting.lookahead if drafting is not None and drafting.keeps_context else None
 
     def _checked_prompt(self, request: Request) -> list[int]:
         build, vocab = self._bundle.build, self._bundle.target.vocab_size
@@ -191,14 +205,14 @@ class Decoder:
         drafts = self._draft(decoding, self._policy.lengths(asked))
         blocks = [[slot.tokens[-1], *drafts[i]] if live[i] else [] for i, slot in enumerate(decoding)]
         passed = self._target(range(len(decoding)), blocks, [list(range(len(block))) for block in blocks], "verify")
-        self._context(passed, decoding)
-        for i, slot in enumerate(decoding):
-            if live[i]:
-                self._accept(slot, i, drafts[i], passed, asked[i])
-        self._keep_pending(decoding, live, passed.slots)
+        accepted = [
+            self._accept(slot, i, drafts[i], passed, asked[i]) if live[i] else None for i, slot in enumerate(decoding)
+        ]
+        self._observe(passed, decoding, [len(each.tokens) if each else 0 for each in accepted], drafts, accepted)
         rows, spent = passed.feeds[c.INPUT_IDS.name].size, self._round.milliseconds
         drafting = spent.get(c.RELAY, 0.0) + spent.get(c.DRAFTER, 0.0)
-        self._policy.timed(len(decoding), rows, (time.perf_counter() - start) * 1e3 - drafting, drafting)
+        verifying = (time.perf_counter() - start) * 1e3 - drafting
+        self._policy.timed(rows, verifying, draft_load(asked, [len(each) for each in drafts]), drafting)
         return rows
 
     def _candidate(self, slot: Slot) -> Candidate | None:
@@ -206,61 +220,27 @@ class Decoder:
         drafter = slot.request.strategy.drafter
         if drafter is None:
             return None
-        num_drafts = self._bundle.drafters[drafter].spec.num_drafts
-        limit = draft_length(num_drafts, slot.remaining, slot.request.draft_tokens)
-        return Candidate(drafter, limit, slot.acceptance) if limit else None
+        spec = self._bundle.drafters[drafter].spec
+        limit = draft_length(spec.num_drafts, slot.remaining, slot.request.draft_tokens)
+        return Candidate(drafter, limit, slot.acceptance, spec.serial) if limit else None
 
     # -- draft -------------------------------------------------------------------------------------------------------
 
     def _draft(self, decoding: Sequence[Slot], wanted: Sequence[int]) -> list[tuple[int, ...]]:
-        """The first wanted[i] drafts of each request: relay and drafter, one call each a drafter in use."""
+        """At most wanted[i] drafts of each request, from its own drafter: all of a drafter's requests together."""
         drafts: list[tuple[int, ...]] = [()] * len(decoding)
-        for name, entry in self._bundle.drafters.items():
+        for name, drafting in self._draftings.items():
             users = [i for i, k in enumerate(wanted) if k and decoding[i].request.strategy.drafter == name]
             if not users:
                 continue
             slots = range(users[0], users[-1] + 1)
-            ids_BK = self._propose(entry.spec, decoding[slots.start : slots.stop], slots, set(users))
+            asked = [wanted[i] if i in users else 0 for i in slots]
+            made = drafting.propose(slots, decoding[slots.start : slots.stop], asked)
             for i in users:
-                drafts[i] = tuple(ids_BK[i - slots.start, : wanted[i]].tolist())
+                drafts[i] = tuple(made[i - slots.start])
         return drafts
 
-    def _propose(self, drafter: DFlashSpec, rows: Sequence[Slot], slots: range, users: set[int]) -> Array:
-        size, context_B = drafter.block_size, np.array([slot.kv_len for slot in rows], np.int64)
-        feeds: dict[str, Array] = {
-            c.BLOCK_IDS.name: block_ids([s.tokens[-1] for s in rows], drafter.mask_token_id, size)
-        }
-        if drafter.relay:
-            feeds |= self._relay_feeds(drafter, rows, slots, users)
-        self._run(c.RELAY, drafter.name, slots, feeds)
-        block = {
-            c.BLOCK_POSITION_IDS.name: positions(context_B, size),
-            c.BLOCK_WRITE_INDEX.name: context_B,
-            c.KV_INDEX.name: _kv_index(int(context_B.max()) + size),
-        }
-        return self._run(c.DRAFTER, drafter.name, slots, block, (c.DRAFT_IDS.name,))[0]
-
-    def _relay_feeds(
-        self, drafter: DFlashSpec, rows: Sequence[Slot], slots: range, users: set[int]
-    ) -> dict[str, Array]:
-        assert drafter.relay is not None
-        source_BJ = np.zeros((len(rows), drafter.block_size), np.int64)
-        on_BJ = np.zeros((len(rows), drafter.block_size), np.bool_)
-        pair_B2 = np.zeros((len(rows), 2), np.int64)
-        for i, slot in enumerate(rows):
-            state, relayed = slot.relay, slot.request.strategy.relay and slots[i] in users
-            if state is not None and relayed and slot.request.strategy.drafter == drafter.name:
-                source_BJ[i], on_BJ[i] = relay_rows(state, drafter.relay.start, drafter.block_size)
-                pair_B2[i] = state.bonus_id, state.reject_id
-                slot.stats.relayed_slots += int(on_BJ[i].sum())
-        return {
-            c.RELAY_SRC.name: source_BJ,
-            c.RELAY_ON.name: on_BJ,
-            c.BONUS_ID.name: pair_B2[:, 0],
-            c.REJECT_ID.name: pair_B2[:, 1],
-        }
-
-    # -- target and context ------------------------------------------------------------------------------------------
+    # -- target --------------------------------------------------------------------------------------------------------
 
     def _target(
         self,
@@ -275,12 +255,12 @@ class Decoder:
         width = max(self._min_rows, -(-max(map(len, tokens)) // pad) * pad)
         start_B = np.array([slot.kv_len for slot in rows], np.int64)
         feeds = {
-            c.INPUT_IDS.name: _padded(tokens, width),
+            c.INPUT_IDS.name: padded(tokens, width),
             c.POSITION_IDS.name: positions(start_B, width),
             c.ROW_COUNT.name: np.array([len(row) for row in tokens], np.int64),
-            c.LOGIT_ROWS.name: _padded(logit_rows, max(map(len, logit_rows))),
+            c.LOGIT_ROWS.name: padded(logit_rows, max(map(len, logit_rows))),
             c.WRITE_INDEX.name: start_B,
-            c.KV_INDEX.name: _kv_index(int(start_B.max()) + width),
+            c.KV_INDEX.name: kv_index(int(start_B.max()) + width),
         }
         fetch = [c.NEXT_IDS.name]
         if any(slot.fetches_logits for slot, row in zip(rows, logit_rows, strict=True) if row):
@@ -305,30 +285,28 @@ class Decoder:
         tokens_BR[tuple(np.transpose(places))] = self._runtime.drawer(draws)
         return tokens_BR
 
-    def _context(self, passed: _Pass, rows: Sequence[Slot]) -> None:
-        """Right after every target pass: its rows become context of each drafter in use."""
-        used = dict.fromkeys(slot.request.strategy.drafter for slot in rows)
-        names = (c.POSITION_IDS.name, c.WRITE_INDEX.name)
-        for drafter in used:
-            if drafter is not None:
-                self._run(c.CONTEXT, drafter, passed.slots, {name: passed.feeds[name] for name in names})
-
-    def _keep_pending(self, rows: Sequence[Slot], live: Sequence[bool], slots: range) -> None:
-        """Keep the h rows of this verify pass for those requests in it whose next draft is relayed."""
-        for drafter in dict.fromkeys(slot.request.strategy.drafter for slot in rows):
-            keep = {
-                slots[i]: slot.relay.drafted + 1
-                for i, slot in enumerate(rows)
-                if live[i] and slot.relay is not None and slot.request.strategy.drafter == drafter
-            }
-            if keep and drafter is not None:
-                self._runtime.keep_pending(drafter, keep, slots)
+    def _observe(
+        self,
+        passed: _Pass,
+        rows: Sequence[Slot],
+        kept: Sequence[int],
+        drafts: Sequence[tuple[int, ...]] = (),
+        accepted: Sequence[Accepted | None] = (),
+    ) -> None:
+        """Right after every target pass: each drafter in use takes from it what it needs."""
+        used = {slot.request.strategy.drafter for slot, count in zip(rows, kept, strict=True) if count}
+        nothing: list[None] = [None] * len(rows)
+        positions_BS, start_B = passed.feeds[c.POSITION_IDS.name], passed.feeds[c.WRITE_INDEX.name]
+        whole = Passed(passed.slots, rows, positions_BS, start_B, kept, drafts or [()] * len(rows), accepted or nothing)
+        for name, drafting in self._draftings.items():
+            if name in used:
+                drafting.observe(whole)
 
     # -- accept ------------------------------------------------------------------------------------------------------
 
     def _accept(
         self, slot: Slot, row: int, drafts: tuple[int, ...], passed: _Pass, candidate: Candidate | None
-    ) -> None:
+    ) -> Accepted:
         picks: list[Pick] = []
         error = None
         try:
@@ -337,9 +315,6 @@ class Decoder:
             accepted = Accepted(tuple(pick.token for pick in picks), len(picks), "error")
             error = str(failure)
         slot.kv_len += len(accepted.tokens)
-        slot.relay = None
-        if slot.request.strategy.relay and error is None:
-            slot.relay = relay_state(drafts, accepted.tokens, accepted.num_accepted)
         if candidate is not None:
             self._policy.accepted(candidate, len(drafts), accepted.num_accepted)
         stats = slot.stats
@@ -348,6 +323,7 @@ class Decoder:
         stats.accepted += accepted.num_accepted
         stats.emitted += len(accepted.tokens)
         self._emit(slot, accepted, picks, len(drafts), error)
+        return accepted
 
     def _choose(self, slot: Slot, passed: _Pass, row: int, i: int, picks: list[Pick]) -> int:
         """The target's own token at row i, committed."""
@@ -394,12 +370,12 @@ class Decoder:
         tokens = [slot.tokens[slot.kv_len : slot.kv_len + count] for slot, count in zip(rows, counts, strict=True)]
         last = [[count - 1] if count == slot.unread else [] for slot, count in zip(rows, counts, strict=True)]
         passed = self._target(slots, tokens, last, "prefill", min(width, CHUNK_STEP))
-        self._context(passed, rows)
         for i, (slot, count) in enumerate(zip(rows, counts, strict=True)):
             slot.kv_len += count
             slot.stats.prefill_passes += count > 0
             if last[i]:
                 self._first_token(slot, i, passed)
+        self._observe(passed, rows, counts)
         self._table.promote(slots.start)
 
     def _chunk_width(self, rows: Sequence[Slot], budget: int) -> int:
@@ -436,24 +412,3 @@ class Decoder:
         spent, stage = self._round.milliseconds, stage or engine
         spent[stage] = spent.get(stage, 0.0) + (time.perf_counter() - start) * 1e3
         return outputs
-
-
-def _padded(rows: Sequence[Sequence[int]], width: int) -> Array:
-    """[B,width] int64, zeros behind each row: id 0 is valid, and what padding rows compute is never read."""
-    out_BS = np.zeros((len(rows), max(width, 1)), np.int64)
-    for i, row in enumerate(rows):
-        out_BS[i, : len(row)] = row
-    return out_BS
-
-
-def _kv_index(length: int) -> Array:
-    """[T]: the live cache rows, in whole steps."""
-    return _arange(-(-length // CACHE_STEP) * CACHE_STEP)
-
-
-@lru_cache(maxsize=256)
-def _arange(length: int) -> Array:
-    """0..length-1, shared and read-only."""
-    rows = np.arange(length)
-    rows.setflags(write=False)
-    return rows

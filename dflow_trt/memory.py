@@ -7,26 +7,19 @@ that is not built yet is planned by the same code, through :func:`unbuilt`.
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 from dflow_trt import contract as c
-from dflow_trt.bundle import Bundle, DrafterEntry, FileEntry, engine_file
-from dflow_trt.checkpoint.names import (
-    DOMINO_NAMES,
-    EMBEDDING,
-    HEAD,
-    Shapes,
-    drafter_tensors,
-    linear_layers,
-    target_tensors,
-)
+from dflow_trt.bundle import Bundle, FileEntry, engine_file, planned
+from dflow_trt.checkpoint.names import EMBEDDING, HEAD, Shapes, linear_layers, target_tensors
 from dflow_trt.graphs.builder import NUMPY
+from dflow_trt.graphs.kind import Tables
 from dflow_trt.graphs.store import ALIGNMENT
-from dflow_trt.spec import BuildSpec, DFlashSpec, DType, QuantSpec, StackSpec, TargetSpec, WeightForm
+from dflow_trt.kinds import KINDS
+from dflow_trt.spec import BuildSpec, DrafterSpec, DType, QuantSpec, StackSpec, TargetSpec, WeightForm
 
 FLOAT32 = NUMPY["float32"].itemsize
 ARENA = 2  # what ONNX Runtime's arenas hold for a byte in use: they grow by doubling
@@ -144,16 +137,22 @@ class _Calls:
 
     def workspace(self, contract: c.EngineContract, drafter: str | None) -> int:
         """What one engine holds at most at a time: in attention, in its MLP or in its head."""
-        spec = self._bundle.target if drafter is None else self._bundle.drafters[drafter].spec
-        rows = self._sizes["BS"] if contract.engine in (c.TARGET, c.CONTEXT) else self._slots * contract.static["J"]
+        rows = self._sizes["BS"] if _takes_passes(contract) else self._slots * contract.static["J"]
         width = contract.static["E"]
         if contract.engine == c.RELAY:
             return FLOAT32 * rows * 8 * width  # block, h, and what the MLP makes of it: three tensors of 2E
-        if contract.engine == c.CONTEXT:
+        if c.H in contract.outputs and contract.engine == c.CONTEXT and c.KV_INDEX not in contract.inputs:
             heads = contract.static["N"] * contract.static["D"]
             return rows * (FLOAT32 * (contract.static["X"] + width) + self._item * (width + 4 * heads))
-        logits = self.tensor(contract, c.LOGITS if contract.engine == c.TARGET else c.DRAFT_LOGITS)
-        return max(self._attention(contract, spec.stack, rows), self._item * rows * _mlp(spec.stack), 2 * logits)
+        stack = self._bundle.target.stack if drafter is None else self._bundle.drafters[drafter].spec.decoder
+        assert stack is not None, "only engines with layers have caches to attend to"
+        layers = max(self._attention(contract, stack, rows), self._item * rows * _mlp(stack))
+        return max(layers, 2 * self._logits(contract))
+
+    def _logits(self, contract: c.EngineContract) -> int:
+        """Logits of a call's every row that gets some."""
+        rows = self._sizes["R"] if contract.engine == c.TARGET else contract.static.get("K", 1)
+        return self._slots * rows * contract.static["V"] * self._item
 
     def _attention(self, contract: c.EngineContract, stack: StackSpec, rows: int) -> int:
         """Residual, queries, keys and values, and the live part of a layer's two caches, which is sliced off.
@@ -169,6 +168,11 @@ class _Calls:
         return size
 
 
+def _takes_passes(contract: c.EngineContract) -> bool:
+    """Whether its calls have the rows of target passes."""
+    return any(spec.dims.startswith("BS") for spec in contract.inputs)
+
+
 def _mlp(stack: StackSpec) -> int:
     """Elements a row: residual and normed row, gate and up, their product."""
     return 2 * stack.hidden_size + 3 * stack.intermediate_size
@@ -177,18 +181,15 @@ def _mlp(stack: StackSpec) -> int:
 # -- weights -----------------------------------------------------------------------------------------------------------
 
 _DATA = ".data"
-_FUSED_CONTEXT = re.compile(r"\.self_attn\.[kv]_")  # in the context engine as well as in the drafter
-_WIDE = ("fc.weight", "hidden_norm.weight")  # float32 in every build
 
 
-def unbuilt(target: TargetSpec, drafters: Mapping[str, DFlashSpec], build: BuildSpec) -> Bundle:
+def unbuilt(target: TargetSpec, drafters: Mapping[str, DrafterSpec], build: BuildSpec) -> Bundle:
     """The bundle that a build would write, as far as a plan reads it: specs, and data files by size.
 
     The sizes are from above: at most a page (ALIGNMENT bytes) a tensor, and the scales of int8 matrices that lie in the
     graphs, more than what a build writes.
     """
-    entries = {name: DrafterEntry(spec, "", "") for name, spec in drafters.items()}
-    bundle = Bundle(Path(), target, "", entries, build, {}, {}, {})
+    bundle = planned(target, drafters.values(), build)
     files = {name: FileEntry("", size) for name, size in _data_files(bundle)}
     return dataclasses.replace(bundle, files=files)
 
@@ -209,39 +210,19 @@ def _data_files(bundle: Bundle) -> Iterator[tuple[str, int]]:
     target, build = bundle.target, bundle.build
     layers = {name: shape for name, shape in target_tensors(target).items() if name not in (EMBEDDING, HEAD)}
     dead = _dead(target, build)
-    yield c.VOCAB_DATA, sum(_Tables(bundle).sizes.values())
-    yield _data_file(c.TARGET, None), _target_layers(bundle, layers) + _rope(bundle, target) + dead
-    for name, spec in ((name, entry.spec) for name, entry in bundle.drafters.items()):
-        parts = _drafter_parts(spec)
-        context = _stored(parts.wide, "float32", "float") + _stored(parts.context, build.dtype, build.draft_weights)
-        yield _data_file(c.CONTEXT, name), context + _rope(bundle, spec)
-        if parts.relay:
-            yield _data_file(c.RELAY, name), _stored(parts.relay, "float32", "float")
-        block = _stored(parts.drafter, build.dtype, build.draft_weights)
-        yield _data_file(c.DRAFTER, name), block + _rope(bundle, spec) + dead
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """A drafter's tensors by engine; ``wide`` and ``context`` are both the context's."""
-
-    wide: Shapes
-    context: Shapes
-    relay: Shapes
-    drafter: Shapes
-
-
-def _drafter_parts(spec: DFlashSpec) -> _Parts:
-    shapes = drafter_tensors(spec)
-    if spec.head is not None:  # its rows cover every column of the head, and its first matrix is split by input
-        down, up = DOMINO_NAMES[2:]
-        width = spec.stack.hidden_size
-        shapes |= {up: (c.vocab_columns(spec.vocab_size), spec.head.rank), down: (spec.head.rank, width)}
-        shapes[f"{down}.state"] = (spec.head.rank, spec.head.state_size)
-    relay = {name: shape for name, shape in shapes.items() if name.startswith("relay_")}
-    wide = {name: shapes[name] for name in _WIDE}
-    rest = {name: shape for name, shape in shapes.items() if name not in relay and name not in wide}
-    return _Parts(wide, {name: rest[name] for name in rest if _FUSED_CONTEXT.search(name)}, relay, rest)
+    yield c.VOCAB_DATA, sum(_Tables.of(bundle).sizes.values())
+    yield _data_file(c.TARGET, None), _target_layers(bundle, layers) + _rope(bundle, target.stack) + dead
+    for name, entry in bundle.drafters.items():
+        for engine, data in KINDS[entry.spec.kind].graphs_module().stored(entry.spec).items():
+            size = _stored(data.wide, "float32", "float") + _stored(data.formed, build.dtype, build.draft_weights)
+            size += sum(_stored(shapes, dtype or build.dtype, "float") for shapes, dtype in data.kept)
+            size += (_rope(bundle, data.rope) if data.rope else 0) + (dead if data.head else 0)
+            if data.tables is not None:
+                size += _dead(data.tables, build)
+                tables = _Tables(data.tables, build, {build.draft_weights})
+                yield f"{name}.{c.VOCAB_DATA}", sum(tables.sizes.values())
+            if size:
+                yield _data_file(engine, name), size
 
 
 def _target_layers(bundle: Bundle, shapes: Shapes) -> int:
@@ -282,9 +263,21 @@ def _pages(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _rope(bundle: Bundle, spec: TargetSpec | DFlashSpec) -> int:
+def _rope(bundle: Bundle, stack: StackSpec) -> int:
     """cos and sin, float32 [L, D / 2] each."""
-    return 2 * _pages(FLOAT32 * bundle.cache_rows * spec.stack.head_dim // 2)
+    return 2 * _pages(FLOAT32 * bundle.cache_rows * stack.head_dim // 2)
+
+
+def head_forms(build: BuildSpec, specs: Iterable[DrafterSpec]) -> set[WeightForm]:
+    """The weight forms in which some engine wants the target's head."""
+    borrowed = any("head" in tables for spec in specs for tables in _borrowed(spec))
+    return {build.target_form} | ({build.draft_weights} if borrowed else set())
+
+
+def _borrowed(spec: DrafterSpec) -> list[Tables]:
+    """The target's tables that each engine of a drafter reads."""
+    found: list[Tables] = KINDS[spec.kind].graphs_module().borrowed(spec)
+    return found
 
 
 def _dead(target: TargetSpec, build: BuildSpec) -> int:
@@ -294,11 +287,9 @@ def _dead(target: TargetSpec, build: BuildSpec) -> int:
 
 
 class _Tables:
-    """The vocabulary tables by name, their bytes, and which one is the head in a weight form."""
+    """A model's vocabulary tables by name, their bytes, and which one is the head in a weight form."""
 
-    def __init__(self, bundle: Bundle) -> None:
-        target, build = bundle.target, bundle.build
-        forms = {build.target_form} | ({build.draft_weights} if bundle.drafters else set())
+    def __init__(self, target: TargetSpec, build: BuildSpec, forms: Collection[WeightForm]) -> None:
         elements = c.vocab_columns(target.vocab_size) * target.stack.hidden_size
         tied = target.tied_head and "float" in forms
         embed: DType = build.dtype if tied else target.checkpoint_dtype
@@ -309,22 +300,27 @@ class _Tables:
         if "int8" in forms:
             self.sizes["head_int8"] = _pages(elements) + _pages(FLOAT32 * c.vocab_columns(target.vocab_size))
 
+    @classmethod
+    def of(cls, bundle: Bundle) -> _Tables:
+        """The target's, as the engines of a bundle want them."""
+        return cls(bundle.target, bundle.build, head_forms(bundle.build, bundle.specs))
+
 
 def _packed_heads(bundle: Bundle) -> int:
     """What ONNX Runtime adds to the one file that all engines map: it packs every float head anew, the first of them
     instead of the mapping."""
-    tables, build = _Tables(bundle), bundle.build
-    forms = [build.target_form, *(build.draft_weights for _ in bundle.specs)]
+    tables, build = _Tables.of(bundle), bundle.build
+    heads = [each for spec in bundle.specs for each in _borrowed(spec) if "head" in each]
+    forms = [build.target_form, *(build.draft_weights for _ in heads)]
     return sum(tables.sizes[tables.heads[form]] for form in [form for form in forms if form == "float"][1:])
 
 
 def _table_copies(bundle: Bundle) -> int:
     """TensorRT's engines share nothing: each holds every table that it reads."""
-    tables, build = _Tables(bundle), bundle.build
+    tables, build = _Tables.of(bundle), bundle.build
     engines = [{"embed", tables.heads[build.target_form]}]
-    for spec in bundle.specs:
-        reads_drafts = {"embed"} if spec.corrected_drafts else set()  # a causal head embeds its own drafts
-        engines += [{"embed"}, {tables.heads[build.draft_weights]} | reads_drafts]  # relay, drafter
+    names = {"embed": "embed", "head": tables.heads[build.draft_weights]}
+    engines += [{names[table] for table in each} for spec in bundle.specs for each in _borrowed(spec)]
     return sum(tables.sizes[name] for names in engines for name in names)
 
 

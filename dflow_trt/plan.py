@@ -17,7 +17,7 @@ from dflow_trt.compile.backends import choose_backend
 from dflow_trt.compile.base import Backend
 from dflow_trt.errors import UserError
 from dflow_trt.memory import MemoryPlan, plan_memory, show_bytes, unbuilt
-from dflow_trt.spec import BuildSpec, DFlashSpec, TargetSpec
+from dflow_trt.spec import BuildSpec, DrafterSpec, TargetSpec
 
 MEMORY_FRACTION = 0.9  # the rest: the CUDA context, fragmentation, and whatever else lives on the card
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -89,7 +89,7 @@ def make_plan(
     if not 0 < memory_fraction <= 1:
         raise UserError(f"--memory-fraction: {memory_fraction:g}; allowed: above 0, at most 1")
     source = read_target(target, quantised=True)
-    specs = {draft.spec.name: draft.spec for draft in read_drafters(drafters, source.spec)}
+    specs: dict[str, DrafterSpec] = {draft.spec.name: draft.spec for draft in read_drafters(drafters, source)}
     limits = _Limits(source.spec, specs, options, backend)
     build = limits.build()
     backend.check(build, source.spec, tuple(specs.values()))
@@ -102,7 +102,7 @@ class _Limits:
     """A pair and the options given for it, of which batch and context length may be varied."""
 
     target: TargetSpec
-    drafters: dict[str, DFlashSpec]
+    drafters: dict[str, DrafterSpec]
     options: BuildOptions
     backend: Backend
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from dflow_trt.checkpoint.names import EMBEDDING, HEAD
+from dflow_trt.checkpoint.names import EMBEDDING, HEAD, PREDECESSOR, SELECTOR_HIDDEN, SUCCESSOR
 from dflow_trt.checkpoint.weights import Array, QuantisedLinear, Weights
 from dflow_trt.rope import rope_tables
-from dflow_trt.spec import DFlashSpec, StackSpec, TargetSpec, WeightForm
+from dflow_trt.spec import ConvSpec, DFlashSpec, DominoSpec, StackSpec, TargetSpec, WeightForm
 
 HEAD_ROWS = 4096  # vocabulary rows at a time
 Linear = Callable[[Array, Array], Array]
@@ -56,6 +57,14 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     return np.asarray(x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight, np.float32)
 
 
+def convolved(x: Array, kernel: Array) -> Array:
+    """y_t = sum over o of kernel_{t,o} * x_{t-o}, nothing before row 0: x [S,E] under kernel [S,kernel size,E]."""
+    y = np.zeros_like(x)
+    for offset in range(kernel.shape[1]):
+        y[offset:] += kernel[offset:, offset] * x[: len(x) - offset]
+    return y
+
+
 def layer_norm(x: Array, weight: Array, bias: Array, eps: float) -> Array:
     centred = x - x.mean(axis=-1, keepdims=True)
     return np.asarray(centred / np.sqrt(np.mean(centred * centred, axis=-1, keepdims=True) + eps) * weight + bias)
@@ -67,13 +76,17 @@ def silu(x: Array) -> Array:
 
 @dataclass(frozen=True)
 class ReferenceStack:
-    """The decoder layers of one checkpoint. rounded: whether inputs of quantised layers are, as it says."""
+    """The decoder layers of one checkpoint. rounded: whether inputs of quantised layers are, as it says.
+
+    conv: what is around attention and MLP, where something is.
+    """
 
     weights: Weights
     stack: StackSpec
     prefix: str
     linear: Linear = float_linear
     rounded: bool = True
+    conv: ConvSpec | None = None
 
     def read(self, name: str) -> Array:
         return self.weights.read(name).astype(np.float32)
@@ -110,6 +123,12 @@ class ReferenceStack:
         """x [S,E] through decoder layer i. ``context`` [C,E] comes before the rows, at positions 0..C-1, un-normed."""
         name, eps = f"{self.prefix}layers.{i}", self.stack.rms_norm_eps
         normed = rms_norm(x, self.read(f"{name}.input_layernorm.weight"), eps)
+        attention = partial(self._attention, i, positions, context)
+        x = x + self._surrounded(f"{name}.attention_conv", normed, attention)
+        normed = rms_norm(x, self.read(f"{name}.post_attention_layernorm.weight"), eps)
+        return x + self._surrounded(f"{name}.mlp_conv", normed, partial(self._mlp, i))
+
+    def _attention(self, i: int, positions: Array, context: Array | None, normed: Array) -> Array:
         source, at = normed, positions
         if context is not None:
             source, at = np.concatenate([context, normed]), np.concatenate([np.arange(len(context)), positions])
@@ -119,10 +138,30 @@ class ReferenceStack:
         scores = np.where(self.visible(i, positions, at), scores, -np.inf)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         mixed = (weights / weights.sum(axis=-1, keepdims=True)) @ v
-        x = x + self.project(f"{name}.self_attn.o_proj", mixed.swapaxes(0, 1).reshape(len(x), -1).astype(np.float32))
-        normed = rms_norm(x, self.read(f"{name}.post_attention_layernorm.weight"), eps)
-        gated = silu(self.project(f"{name}.mlp.gate_proj", normed)) * self.project(f"{name}.mlp.up_proj", normed)
-        return x + self.project(f"{name}.mlp.down_proj", gated.astype(np.float32))
+        rows = mixed.swapaxes(0, 1).reshape(len(normed), -1).astype(np.float32)
+        return self.project(f"{self.prefix}layers.{i}.self_attn.o_proj", rows)
+
+    def _mlp(self, i: int, normed: Array) -> Array:
+        name = f"{self.prefix}layers.{i}.mlp"
+        gated = silu(self.project(f"{name}.gate_proj", normed)) * self.project(f"{name}.up_proj", normed)
+        return self.project(f"{name}.down_proj", gated.astype(np.float32))
+
+    def _surrounded(self, name: str, x: Array, part: Callable[[Array], Array]) -> Array:
+        """Attention or MLP of normed rows x [S,E], between its two convolutions where there are any."""
+        if self.conv is None:
+            return part(x)
+        kernels = self.read(f"{name}.base_kernel") + self.dynamic_kernels(name, x)
+        return convolved(part(convolved(x, kernels[:, 0])), kernels[:, 1])
+
+    def dynamic_kernels(self, name: str, x: Array) -> Array:
+        """What normed rows x [S,E] add to the base of both kernels of a convolution: [S,2,kernel size,E]."""
+        return self.by_channel(self.project(f"{name}.kernel_projection", x))
+
+    def by_channel(self, dynamic: Array) -> Array:
+        """[S,2 * kernel size * groups] -> [S,2,kernel size,E]: every channel has what its group has."""
+        assert self.conv is not None
+        shape = (len(dynamic), 2, self.conv.kernel_size, -1)
+        return np.repeat(dynamic.reshape(shape), self.conv.group_size, axis=-1)
 
 
 @dataclass(frozen=True)
@@ -184,7 +223,7 @@ def domino_corrections(
 
     read [K,E]: the embeddings of the anchor and of all drafts but the last.
     """
-    assert spec.head is not None
+    assert isinstance(spec.head, DominoSpec)
     split, state, corrections = spec.stack.hidden_size, np.zeros((1, spec.head.state_size), np.float32), []
     down, up = (weights.read(f"embed_proj.{layer}.weight").astype(np.float32) for layer in (0, 2))
     gates = [weights.read(f"prefix_gru.weight_{label}_l0").astype(np.float32) for label in ("ih", "hh")]
@@ -193,6 +232,22 @@ def domino_corrections(
         inner = linear(z[i : i + 1], down[:, :split]) + linear(state, down[:, split:])
         corrections.append(linear(silu(inner), up)[0] if i >= spec.head.prefix_length else np.zeros(len(up)))
     return np.asarray(corrections, np.float32)
+
+
+def selector_scores(
+    weights: Weights, spec: DFlashSpec, z: Array, previous: Array, candidates: Array, linear: Linear = float_linear
+) -> Array:
+    """How well candidates [K,k] follow the tokens before, ``previous`` [K], at final-normed slots z [K,E]: [K,k]."""
+    hidden = linear(z, weights.read(SELECTOR_HIDDEN).astype(np.float32))
+    before = hidden * _rows(weights, PREDECESSOR, previous)
+    after = _rows(weights, SUCCESSOR, candidates.reshape(-1)).reshape(*candidates.shape, -1)
+    return np.asarray(np.einsum("ir,ijr->ij", before, after))
+
+
+def _rows(weights: Weights, name: str, ids: Array) -> Array:
+    """Rows of a table, [N,width]."""
+    parts = [weights.read(name, slice(i, i + 1)) for i in ids.tolist()]
+    return np.concatenate(parts).astype(np.float32)
 
 
 def _gru_step(from_input: Array, from_state: Array, state: Array) -> Array:

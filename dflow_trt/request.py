@@ -6,6 +6,7 @@ import enum
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from dflow_trt.bundle import Strategy
 from dflow_trt.method.policy import Acceptance
@@ -76,8 +77,10 @@ class Slot:
     """A request in flight. Its index in the decoder's list is its row in every cache.
 
     tokens: prompt and output; the last one is the anchor once decoding. kv_len: rows of the target's cache that are
-    committed, equal to the drafter's context length; while decoding it is the anchor's position. draws: the runtime
-    draws its tokens where the logits are. finish_reason: None while it goes on.
+    committed; while decoding it is the anchor's position. context_len: those of its drafter's caches. lookahead: how
+    many tokens behind a row the drafter's cache of that row depends on; None where the drafter has no caches. draws:
+    the runtime draws its tokens where the logits are. relay: what the last pass left to the next draft of a DFlow
+    drafter; memory: what drafters of other kinds keep of the request. finish_reason: None while it goes on.
     """
 
     request: Request
@@ -85,9 +88,12 @@ class Slot:
     tokens: list[int]
     limit: int
     draws: bool = False
+    lookahead: int | None = None
     kv_len: int = 0
+    context_len: int = 0
     phase: Phase = Phase.PREFILL
     relay: RelayState | None = None
+    memory: Any = None
     finish_reason: str | None = None
     acceptance: Acceptance = field(default_factory=Acceptance)
     stats: RequestStats = field(default_factory=RequestStats)

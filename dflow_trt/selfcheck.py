@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,15 @@ import onnxruntime as ort
 from dflow_trt import contract as c
 from dflow_trt import reference as ref
 from dflow_trt.bundle import Bundle
-from dflow_trt.checkpoint.drafter import DrafterCheckpoint
+from dflow_trt.checkpoint.drafter import DFlashCheckpoint
+from dflow_trt.checkpoint.folder import DrafterCheckpoint
 from dflow_trt.checkpoint.target import TargetCheckpoint
 from dflow_trt.checkpoint.weights import Array
 from dflow_trt.errors import UserError
+from dflow_trt.graphs.draft_model import DraftModelCheckpoint
 from dflow_trt.memory import plan_memory, show_bytes
 from dflow_trt.runtime.ort import exact_int8
-from dflow_trt.spec import CACHE_STEP, DType, WeightForm
+from dflow_trt.spec import CACHE_STEP, ConvSpec, DFlashSpec, DType, SelectorSpec, WeightForm
 
 # (root mean square, largest) difference allowed, relative to the root mean square of the reference. An int8 activation
 # that rounds the other way moves single results by a level; a wrong weight, layout or mask moves many by about 1.
@@ -42,7 +45,10 @@ SAMPLE_TEXT = (
 )
 
 HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-Z, BASE = "final_norm", "domino.base"  # values of a drafter's graph, where the sections of a causal head begin
+# values of a drafter's graph: where the sections of a causal head and of a selector begin, and
+Z, BASE, SCORES, STEP, CANDIDATES = "final_norm", "domino.base", "head", "head.step", "selector.candidates"
+# where the convolutions around attention and MLP are, what goes into the first of them and into the second
+CONVOLVED = {"attention": ("attn", "input_norm", "attn.o_proj"), "mlp": ("mlp", "mlp_norm", "mlp.down_proj")}
 
 Say = Callable[[str], None]
 
@@ -80,6 +86,14 @@ class _Check:
         self.bundle, self.target, self.drafts = bundle, target, drafts
         self.errors: dict[str, float] = {}
         self._random = np.random.default_rng(0)
+
+    @property
+    def dflash_drafts(self) -> list[DFlashCheckpoint]:
+        return [draft for draft in self.drafts if isinstance(draft, DFlashCheckpoint)]
+
+    @property
+    def draft_models(self) -> list[DraftModelCheckpoint]:
+        return [draft for draft in self.drafts if isinstance(draft, DraftModelCheckpoint)]
 
     @property
     def target_form(self) -> WeightForm:
@@ -128,21 +142,28 @@ class _Check:
         best = np.take_along_axis(wanted, chosen[:, None], axis=1)[:, 0]
         self.compare(section, best, wanted.max(axis=1), form, whole=whole)
 
+    def check_ids(self, section: str, found: Array, wanted: Array) -> None:
+        """UserError unless they are equal."""
+        if not np.array_equal(found, wanted):
+            raise _difference(section, f"in {np.count_nonzero(found != wanted)} of {wanted.size} ids")
+        self.errors[section] = 0.0
+
     def check_live(self, section: str, chosen: Array) -> None:
         """UserError if an id is chosen that is no token."""
         live = self.bundle.target.live_vocab
         if chosen.min() < 0 or chosen.max() >= live:
             raise _difference(section, f"with id {chosen.max()}; allowed: ids below {live}")
 
-    def stack(self, draft: DrafterCheckpoint | None) -> ref.ReferenceStack:
-        if draft is None:
-            linear = ref.LINEAR[self.bundle.build.target_form]
-            return ref.ReferenceStack(self.target.weights, self.target.spec.stack, "model.", linear)
+    def stack(self, draft: DFlashCheckpoint) -> ref.ReferenceStack:
         linear = ref.LINEAR[self.bundle.build.draft_weights]
-        return ref.ReferenceStack(draft.weights, draft.spec.stack, "", linear)
+        return ref.ReferenceStack(draft.weights, draft.spec.stack, "", linear, conv=draft.spec.conv)
 
     def head(self, form: WeightForm) -> ref.ReferenceHead:
         return ref.ReferenceHead(self.target.weights, self.target.spec, ref.LINEAR[form])
+
+
+def model_stack(model: TargetCheckpoint, form: WeightForm) -> ref.ReferenceStack:
+    return ref.ReferenceStack(model.weights, model.spec.stack, "model.", ref.LINEAR[form])
 
 
 def _rms(values: Array) -> float:
@@ -159,19 +180,41 @@ class _LayerCheck(_Check):
 
     def run(self) -> dict[str, float]:
         self._check_target()
-        for draft in self.drafts:
+        for model in self.draft_models:
+            self._check_draft_model(model)
+        for draft in self.dflash_drafts:
             self._check_context(draft)
             self._check_relay(draft)
             self._check_drafter(draft)
         return self.errors
 
     def _check_target(self) -> None:
-        engine, stack = _Engine(self.bundle, c.TARGET, None), self.stack(None)
-        ids = self.ids(ROWS)
-        self.compare("target.embed", engine.embed(ids), self.head("float").embed(ids.tolist()))
-        for i in sorted({0, stack.stack.num_layers - 1}):
-            self._check_block("target", engine, stack, i, ROWS, self.target_form)
-        self._check_head("target", engine, None, stack.stack.num_layers - 1, self.bundle.build.target_form)
+        engine, form = _Engine(self.bundle, c.TARGET, None), self.bundle.build.target_form
+        self._check_model("target", engine, self.target, form, self.target_form)
+
+    def _check_draft_model(self, draft: DraftModelCheckpoint) -> None:
+        engine, form = _Engine(self.bundle, c.DRAFTER, draft.spec.name), self.bundle.build.draft_weights
+        self._check_model(draft.spec.name, engine, draft.model, form, form)
+
+    def _check_model(
+        self, label: str, engine: _Engine, model: TargetCheckpoint, form: WeightForm, block_form: WeightForm
+    ) -> None:
+        """A target's graph, or a draft model's: embedding, first and last block, final norm and head."""
+        stack, ids = model_stack(model, form), self.ids(ROWS)
+        self.compare(
+            f"{label}.embed", engine.embed(ids), ref.ReferenceHead(model.weights, model.spec).embed(ids.tolist())
+        )
+        last = stack.stack.num_layers - 1
+        for i in sorted({0, last}):
+            self._check_block(label, engine, stack, i, ROWS, block_form)
+        x = self.rows(ROWS, stack.stack.hidden_size)
+        outputs = [spec.name for spec in (c.NEXT_IDS, c.LOGITS) if engine.gives(spec)]
+        found = engine.section({f"layers.{last}.out": x[None], c.LOGIT_ROWS.name: np.arange(ROWS)[None]}, outputs)
+        z = ref.rms_norm(x, stack.read("model.norm.weight"), stack.stack.rms_norm_eps)
+        wanted = ref.ReferenceHead(model.weights, model.spec, ref.LINEAR[form]).logits(z)
+        self.compare_best(f"{label}.head", found[c.NEXT_IDS.name][0], wanted, form)
+        if c.LOGITS.name in found:
+            self.compare(f"{label}.head.logits", found[c.LOGITS.name][0, :, : wanted.shape[1]], wanted, form)
 
     def _check_block(
         self, label: str, engine: _Engine, stack: ref.ReferenceStack, i: int, rows: int, form: WeightForm
@@ -206,27 +249,20 @@ class _LayerCheck(_Check):
             noise = _rms(plain.layer(i, x, positions, context) - wanted)
         self.compare(section, found - x, wanted - x, form, noise=noise)
 
-    def _check_head(
-        self, label: str, engine: _Engine, draft: DrafterCheckpoint | None, last: int, form: WeightForm
-    ) -> None:
+    def _check_head(self, engine: _Engine, draft: DFlashCheckpoint, last: int, form: WeightForm) -> None:
         """Final norm, head and argmax; the logits too, where the engine gives them."""
-        stack, name = self.stack(draft), "model.norm.weight" if draft is None else "norm.weight"
-        rows = ROWS if draft is None else draft.spec.block_size
-        x = self.rows(rows, stack.stack.hidden_size)
-        feeds = {f"layers.{last}.out": x[None]}
-        if draft is None:
-            feeds[c.LOGIT_ROWS.name] = np.arange(rows)[None]
-        ids, logits = (c.NEXT_IDS, c.LOGITS) if draft is None else (c.DRAFT_IDS, c.DRAFT_LOGITS)
-        outputs = [spec.name for spec in (ids, logits) if engine.gives(spec)]
-        found = engine.section(feeds, outputs)
-        kept = x if draft is None else x[draft.spec.first_slot :]
-        wanted = self.head(form).logits(ref.rms_norm(kept, stack.read(name), stack.stack.rms_norm_eps))
-        self.compare_best(f"{label}.head", found[ids.name][0], wanted, form)
-        if logits.name in found:
-            live = found[logits.name][0, :, : wanted.shape[1]]
-            self.compare(f"{label}.head.logits", live, wanted if draft is None else _shown(draft, wanted), form)
+        spec, stack = draft.spec, self.stack(draft)
+        x = self.rows(spec.block_size, spec.stack.hidden_size)
+        outputs = [tensor.name for tensor in (c.DRAFT_IDS, c.DRAFT_LOGITS) if engine.gives(tensor)]
+        found = engine.section({f"layers.{last}.out": x[None]}, outputs)
+        z = ref.rms_norm(x[spec.first_slot :], stack.read("norm.weight"), spec.stack.rms_norm_eps)
+        wanted = self.head(form).logits(z)
+        self.compare_best(f"{spec.name}.head", found[c.DRAFT_IDS.name][0], wanted, form)
+        if c.DRAFT_LOGITS.name in found:
+            live = found[c.DRAFT_LOGITS.name][0, :, : wanted.shape[1]]
+            self.compare(f"{spec.name}.head.logits", live, _shown(draft, wanted), form)
 
-    def _check_context(self, draft: DrafterCheckpoint) -> None:
+    def _check_context(self, draft: DFlashCheckpoint) -> None:
         taps = self.bundle.taps
         width = draft.spec.target_hidden_size
         packed = self.rows(CONTEXT_ROWS, len(taps) * width)
@@ -250,7 +286,7 @@ class _LayerCheck(_Check):
             written = found[c.present(tensor, i)][0, :, start : start + CONTEXT_ROWS]
             self.compare(f"{label}.layers.{i}.{tensor}", written, rows, form)
 
-    def _check_relay(self, draft: DrafterCheckpoint) -> None:
+    def _check_relay(self, draft: DFlashCheckpoint) -> None:
         spec, head = draft.spec, self.head("float")
         ids, scale = self.ids(spec.block_size), spec.input_embedding_scale
         wanted, feeds = head.embed(ids.tolist()) * scale, {c.BLOCK_IDS.name: ids[None]}
@@ -266,28 +302,33 @@ class _LayerCheck(_Check):
         found = _Engine(self.bundle, c.RELAY, spec.name).whole(feeds, [c.BLOCK_EMBEDS.name])
         self.compare(f"{spec.name}.relay", found[c.BLOCK_EMBEDS.name][0], wanted)
 
-    def _check_drafter(self, draft: DrafterCheckpoint) -> None:
+    def _check_drafter(self, draft: DFlashCheckpoint) -> None:
         engine, stack, size = _Engine(self.bundle, c.DRAFTER, draft.spec.name), self.stack(draft), draft.spec.block_size
         form, last = self.bundle.build.draft_weights, draft.spec.stack.num_layers - 1
         for i in sorted({0, last}):
+            if draft.spec.conv:
+                self._check_convolutions(engine, draft, draft.spec.conv, i, form)
             self._check_block(draft.spec.name, engine, stack, i, size, form)
-        if draft.spec.corrected_drafts:
+        if isinstance(draft.spec.head, SelectorSpec):
+            self._check_base(engine, draft, last, form)
+            self._check_selector(engine, draft, draft.spec.head, form)
+        elif draft.spec.corrected_drafts:
             self._check_base(engine, draft, last, form)
             self._check_domino(engine, draft, form)
         else:
-            self._check_head(draft.spec.name, engine, draft, last, form)
+            self._check_head(engine, draft, last, form)
 
-    def _check_base(self, engine: _Engine, draft: DrafterCheckpoint, last: int, form: WeightForm) -> None:
-        """Final norm and head of a drafter whose drafts also hang on its causal head: the base logits themselves."""
+    def _check_base(self, engine: _Engine, draft: DFlashCheckpoint, last: int, form: WeightForm) -> None:
+        """Final norm and head of a drafter whose drafts do not hang on them alone: the base logits themselves."""
         spec, stack = draft.spec, self.stack(draft)
         x = self.rows(spec.block_size, spec.stack.hidden_size)
-        found = engine.section({f"layers.{last}.out": x[None]}, [BASE])[BASE][0]
+        found = _base_logits(engine, spec, {f"layers.{last}.out": x[None]}, form)
         z = ref.rms_norm(x[spec.first_slot :], stack.read("norm.weight"), spec.stack.rms_norm_eps)
         wanted = self.head(form).logits(z)
         self.compare_best(f"{spec.name}.head", found.argmax(axis=1), wanted, form)
         self.compare(f"{spec.name}.head.logits", found[:, : wanted.shape[1]], wanted, form)
 
-    def _check_domino(self, engine: _Engine, draft: DrafterCheckpoint, form: WeightForm) -> None:
+    def _check_domino(self, engine: _Engine, draft: DFlashCheckpoint, form: WeightForm) -> None:
         """The causal head alone: its corrections after the engine's own drafts, and those drafts.
 
         The base logits are given, no larger than the corrections: beside large ones, a wrong correction changes no id.
@@ -309,21 +350,100 @@ class _LayerCheck(_Check):
             logits = found[c.DRAFT_LOGITS.name][0, :, :live]
             self.compare(f"{label}.logits", logits, base[:, :live] + wanted, form, noise=noise)
 
-    def _small_base(self, draft: DrafterCheckpoint, z: Array) -> Array:
+    def _small_base(self, draft: DFlashCheckpoint, z: Array) -> Array:
         """Random base logits [K,V] of the size of the corrections; what is no token is as dead as behind the head."""
         size = _rms(self._corrections(draft, z, self.ids(len(z)), "float"))
         base = np.float32(size) * self.rows(len(z), c.vocab_columns(draft.spec.vocab_size))
         base[:, self.bundle.target.live_vocab :] = c.DEAD_LOGIT
         return base
 
-    def _corrections(self, draft: DrafterCheckpoint, z: Array, read: Array, form: WeightForm) -> Array:
+    def _corrections(self, draft: DFlashCheckpoint, z: Array, read: Array, form: WeightForm) -> Array:
         """The reference's corrections [K,live vocabulary]; ``read`` [K] are the anchor and all drafts but the last."""
         embeds = self.head("float").embed(read.tolist())
         found = ref.domino_corrections(draft.weights, draft.spec, z, embeds, ref.LINEAR[form])
         return found[:, : self.bundle.target.live_vocab]
 
+    def _check_convolutions(
+        self, engine: _Engine, draft: DFlashCheckpoint, conv: ConvSpec, i: int, form: WeightForm
+    ) -> None:
+        """The convolutions around attention and MLP: their kernels, then what given kernels make of rows.
 
-def _shown(draft: DrafterCheckpoint, logits: Array) -> Array:
+        Each beside its own size: in a whole layer, a wrong small kernel would not show.
+        """
+        stack, layer, x = (
+            self.stack(draft),
+            f"layers.{i}",
+            self.rows(draft.spec.block_size, draft.spec.stack.hidden_size),
+        )
+        plain = dataclasses.replace(stack, linear=ref.LINEAR["float"])
+        given = self.rows(2 * conv.kernel_size * len(x), x.shape[1]).reshape(len(x), 2, conv.kernel_size, -1)
+        for part, (short, first, second) in CONVOLVED.items():
+            label, source = f"{draft.spec.name}.{layer}.{part}_conv", f"{layer}.{part}_conv"
+            found = _Convolution(engine, conv, f"{layer}.{short}.conv")
+            dynamic, kernels = found.kernels(f"{layer}.{first}", x)
+            wanted, unrounded = (each.project(f"{source}.kernel_projection", x) for each in (stack, plain))
+            self.compare(f"{label}.dynamic", dynamic, wanted, form, noise=_rms(unrounded - wanted))
+            base = kernels - stack.by_channel(dynamic)
+            self.compare(f"{label}.base", base, np.broadcast_to(stack.read(f"{source}.base_kernel"), base.shape))
+            biased = ".biased" if part == "attention" and stack.stack.attention_bias else ""
+            for side, name in enumerate((first, second + biased)):
+                rows = found.rows(side, f"{layer}.{name}", x, given[:, side])
+                self.compare(f"{label}.rows", rows, ref.convolved(x, given[:, side]))
+
+    def _check_selector(self, engine: _Engine, draft: DFlashCheckpoint, head: SelectorSpec, form: WeightForm) -> None:
+        """The selector alone: its candidates, their scores behind the engine's own drafts, and those drafts.
+
+        The base logits are given, no larger than what it adds: beside large ones, a wrong term changes no id.
+        """
+        spec, label, live = draft.spec, f"{draft.spec.name}.selector", self.bundle.target.live_vocab
+        z, anchor, count = self.rows(spec.num_drafts, spec.stack.hidden_size), self.ids(1), min(head.top_k, live)
+        logits = self._small_logits(draft, z, count)
+        feeds = {Z: z[None], SCORES: logits, c.ANCHOR_ID.name: anchor}
+        feeds |= {} if form == "float" else {STEP: np.ones((len(z), 1), np.float32)}
+        names = [f"selector.{i}.totals" for i in range(1, spec.num_drafts + 1)]
+        outputs = [tensor.name for tensor in (c.DRAFT_IDS, c.DRAFT_LOGITS) if engine.gives(tensor)]
+        found = engine.section(feeds, [CANDIDATES, *outputs, *names])
+        candidates, ids = found[CANDIDATES][0], found[c.DRAFT_IDS.name][0]
+        self.check_live(f"{label}.candidates", candidates)
+        best = np.argsort(-logits[:, :live], axis=1, kind="stable")[:, :count]
+        self.check_ids(f"{label}.candidates", np.sort(candidates), np.sort(best))
+        previous, unary = (
+            np.concatenate([anchor, ids[:-1]]),
+            np.take_along_axis(_shown(draft, logits), candidates, axis=1),
+        )
+        wanted, plain = (
+            unary + ref.selector_scores(draft.weights, spec, z, previous, candidates, ref.LINEAR[each])
+            for each in (form, "float")
+        )
+        totals, noise = np.concatenate([found[name][0] for name in names]), _rms(wanted - plain)
+        self.compare(label, totals, wanted, form, noise=noise)
+        is_best = totals == totals.max(axis=1, keepdims=True)
+        self.check_ids(f"{label}.ids", ids, np.where(is_best, candidates, live).min(axis=1))
+        if c.DRAFT_LOGITS.name in found:
+            given = np.full_like(logits, c.DEAD_LOGIT)
+            np.put_along_axis(given, candidates, totals, axis=1)
+            shown = found[c.DRAFT_LOGITS.name][0]
+            self.check_ids(f"{label}.logits", shown > c.DEAD_LOGIT / 2, given > c.DEAD_LOGIT / 2)
+
+    def _small_logits(self, draft: DFlashCheckpoint, z: Array, count: int) -> Array:
+        """Random scores [K,V], as logits of the size of what the selector adds; none is cut off by a softcap."""
+        spec, candidates = draft.spec, self.ids(len(z) * count).reshape(len(z), count)
+        size = _rms(ref.selector_scores(draft.weights, spec, z, self.ids(len(z)), candidates)) or 1.0
+        size = min(size, (spec.final_logit_softcapping or np.inf) / 4) / spec.output_multiplier
+        logits = np.float32(size) * self.rows(len(z), c.vocab_columns(spec.vocab_size))
+        logits[:, self.bundle.target.live_vocab :] = c.DEAD_LOGIT
+        return logits
+
+
+def _base_logits(engine: _Engine, spec: DFlashSpec, feeds: dict[str, Array], form: WeightForm) -> Array:
+    """The base logits [K,V] that follow from ``feeds``."""
+    if not isinstance(spec.head, SelectorSpec):
+        return np.asarray(engine.section(feeds, [BASE])[BASE][0])
+    found = engine.section(feeds, [SCORES] if form == "float" else [SCORES, STEP])
+    return found[SCORES] * found.get(STEP, np.float32(1))
+
+
+def _shown(draft: DFlashCheckpoint, logits: Array) -> Array:
     """The draft logits as an engine gives them: multiplied, then softcapped."""
     scaled, cap = logits * draft.spec.output_multiplier, draft.spec.final_logit_softcapping
     return np.asarray(np.tanh(scaled / cap) * cap if cap else scaled)
@@ -354,7 +474,7 @@ class _Engine:
     def block(self, i: int, x: Array, cached: Sequence[Array] = ()) -> Array:
         """Rows x [S,E] through decoder layer i alone, behind the cached keys and values [N,C,D] (or none)."""
         rows, start = len(x), cached[0].shape[1] if cached else 0
-        source = f"layers.{i - 1}.out" if i else (c.BLOCK_EMBEDS.name if self._is_drafter else self._embed_name)
+        source = f"layers.{i - 1}.out" if i else (c.BLOCK_EMBEDS.name if self._takes_embeds else self._embed_name)
         caches = self._caches(i)
         for tensor, array in zip(c.CACHE_TENSORS, cached, strict=False):
             caches[c.past(tensor, i)][0, :, :start] = array
@@ -369,8 +489,8 @@ class _Engine:
         return result
 
     @property
-    def _is_drafter(self) -> bool:
-        return self._contract.engine == c.DRAFTER
+    def _takes_embeds(self) -> bool:
+        return c.BLOCK_EMBEDS in self._contract.inputs
 
     def _caches(self, layer: int) -> dict[str, Array]:
         size = self._contract.static
@@ -403,6 +523,35 @@ class _Engine:
         for layer in range(self._contract.cache_layers):
             feeds |= self._caches(layer)
         return self.section(feeds, outputs)
+
+
+@dataclass(frozen=True)
+class _Convolution:
+    """Both convolutions around one part of a layer, in an engine's graph; ``place`` is how their values begin."""
+
+    engine: _Engine
+    conv: ConvSpec
+    place: str
+
+    def _names(self, side: int) -> list[str]:
+        return [f"{self.place}.kernel.{SIDES[side]}.{offset}" for offset in range(self.conv.kernel_size)]
+
+    def kernels(self, source: str, x: Array) -> tuple[Array, Array]:
+        """What follows from normed rows x [J,E]: the dynamic parts as projected, the kernels [J,2,kernel size,E]."""
+        names, dynamic = [*self._names(0), *self._names(1)], f"{self.place}.dynamic"
+        found = self.engine.section({source: x[None]}, [dynamic, *names])
+        kernels = np.stack([found[name][0] for name in names], axis=1)
+        return found[dynamic][0], kernels.reshape(len(x), 2, self.conv.kernel_size, -1)
+
+    def rows(self, side: int, source: str, x: Array, kernel: Array) -> Array:
+        """Rows x [J,E] under a given kernel [J,kernel size,E]."""
+        shape, output = (1, len(x), -1, self.conv.group_size), f"{self.place}.{SIDES[side]}"
+        feeds = {name: kernel[:, i].reshape(shape) for i, name in enumerate(self._names(side))}
+        result: Array = self.engine.section({source: x[None], **feeds}, [output])[output][0]
+        return result
+
+
+SIDES = ("in", "out")
 
 
 def _widened(model: ir.Model) -> ir.Model:
@@ -449,13 +598,13 @@ class _FullCheck(_LayerCheck):
             noise = _rms(plain - logits)
         live = found[:, : self.target.spec.live_vocab]
         self.compare("target.logits", live, logits, form, noise=noise, whole=True)
-        for draft in self.drafts:
+        for draft in self.dflash_drafts:
             taps = np.concatenate([outputs[tap] for tap in draft.spec.target_layer_ids], axis=1)
             self._check_draft(draft, ids, ref.context_states(draft.weights, draft.spec, taps))
         self._runtime.close()
         return self.errors
 
-    def _check_draft(self, draft: DrafterCheckpoint, ids: Array, context: Array) -> None:
+    def _check_draft(self, draft: DFlashCheckpoint, ids: Array, context: Array) -> None:
         """One draft without relay after the prompt: its tokens must score as high as the reference's best."""
         spec, length = draft.spec, len(ids)
         positions = np.arange(length)
@@ -463,20 +612,47 @@ class _FullCheck(_LayerCheck):
         self._runtime.run(c.CONTEXT, spec.name, range(1), feeds)
         block = [int(ids[-1]), *[spec.mask_token_id] * (spec.block_size - 1)]
         x = self.head("float").embed(block) * spec.input_embedding_scale
-        chosen = self._draft(spec.name, block, length)
+        chosen = self._draft(spec, block, length)
         stack, at = self.stack(draft), length + np.arange(spec.block_size)
         for i in range(spec.stack.num_layers):
             x = stack.layer(i, x, at, context)
         form = self.bundle.build.draft_weights
         z = ref.rms_norm(x[spec.first_slot :], stack.read("norm.weight"), spec.stack.rms_norm_eps)
         wanted = self.head(form).logits(z)
+        self.check_live(f"{spec.name}.draft", chosen)
+        if isinstance(spec.head, SelectorSpec):
+            self._check_selected(draft, spec.head, z, wanted, np.array([block[0], *chosen]))
+            return
         if spec.corrected_drafts:
-            self.check_live(f"{spec.name}.draft", chosen)
             wanted = wanted + self._corrections(draft, z, np.array([block[0], *chosen[:-1]]), form)
         self.compare_best(f"{spec.name}.draft", chosen, wanted, form, whole=True)
 
-    def _draft(self, name: str, block: list[int], length: int) -> Array:
-        spec = self.bundle.drafters[name].spec
+    def _check_selected(
+        self, draft: DFlashCheckpoint, head: SelectorSpec, z: Array, logits: Array, path: Array
+    ) -> None:
+        """Drafts path[1:] behind the anchor path[0] must score as high as the reference's best.
+
+        Which ids are candidates hangs on rounding where logits are near that of the last: those may be chosen, but need
+        not be.
+        """
+        section, form, count = (
+            f"{draft.spec.name}.draft",
+            self.bundle.build.draft_weights,
+            min(head.top_k, logits.shape[1]),
+        )
+        margin = WHOLE_ENGINE * max(TOLERANCE[form][0], ROUNDED[self.bundle.build.dtype][0]) * _rms(logits)
+        order = np.argsort(-logits, axis=1)[:, : 2 * count]
+        values, chosen = np.take_along_axis(logits, order, axis=1), order == path[1:, None]
+        last = values[:, count - 1 : count]
+        if not (chosen & (values >= last - margin)).any(axis=1).all():
+            raise _difference(section, f"with an id that is none of the {count} best of its slot")
+        follows = ref.selector_scores(draft.weights, draft.spec, z, path[:-1], order, ref.LINEAR[form])
+        totals, sure = _shown(draft, values) + follows, (values > last + margin) | chosen
+        best = np.where(sure, totals, -np.inf).max(axis=1)
+        self.compare(section, totals[chosen], best, form, whole=True)
+
+    def _draft(self, spec: DFlashSpec, block: list[int], length: int) -> Array:
+        name = spec.name
         feeds: dict[str, Array] = {c.BLOCK_IDS.name: np.array([block])}
         if spec.relay:
             none = np.zeros((1, spec.block_size), np.int64)
@@ -489,6 +665,8 @@ class _FullCheck(_LayerCheck):
             c.BLOCK_WRITE_INDEX.name: np.array([length]),
             c.KV_INDEX.name: np.arange(-(-(length + spec.block_size) // CACHE_STEP) * CACHE_STEP),
         }
+        if isinstance(spec.head, SelectorSpec):
+            feeds[c.ANCHOR_ID.name] = np.array(block[:1])
         ids: Array = self._runtime.run(c.DRAFTER, name, range(1), feeds, [c.DRAFT_IDS.name])[0][0]
         return ids
 

@@ -21,20 +21,22 @@ MIN_REUSE = 16  # rows; fewer are computed again in one short pass, for less tha
 
 @dataclass(frozen=True)
 class Leftover:
-    """What a free slot holds: the tokens of its cache rows, and the drafter whose context these rows are as well.
+    """What a free slot holds: the tokens of its cache rows, and the drafter that read the first ``context`` of them.
 
     age: when its request ended, counted in requests; 0 where there was none.
     """
 
     tokens: Ids
     drafter: str | None = None
+    context: int = 0
     age: int = 0
 
     def reusable(self, slot: Slot, prompt: Ids) -> int:
         """Rows that a request need not compute: those of a common beginning. The prompt's last row gives its logits."""
-        if slot.request.strategy.drafter not in (None, self.drafter):
-            return 0
         rows = common_prefix(prompt[:-1], self.tokens)
+        if slot.lookahead is not None:  # a drafter's row is good where it read the same tokens behind it too
+            same = slot.request.strategy.drafter == self.drafter
+            rows = min(rows - slot.lookahead, self.context) if same else 0
         return rows if rows >= MIN_REUSE else 0
 
 
@@ -77,7 +79,7 @@ class SlotTable:
             self._swap_rows(first, first + best, max(len(self._free[0].tokens), rows[best]))
             self._free[best] = self._free[0]
         del self._free[0]
-        slot.kv_len = slot.stats.reused_tokens = rows[best]
+        slot.kv_len = slot.context_len = slot.stats.reused_tokens = rows[best]
         self.active.append(slot)
 
     def promote(self, start: int) -> None:
@@ -106,7 +108,7 @@ class SlotTable:
         if not self._reuse or not slot.sound:
             return NOTHING
         tokens = np.array(slot.tokens[: slot.kv_len], np.int64)
-        return Leftover(tokens, slot.request.strategy.drafter, self._retired)
+        return Leftover(tokens, slot.request.strategy.drafter, slot.context_len, self._retired)
 
     def _swap(self, a: int, b: int) -> None:
         if a == b:

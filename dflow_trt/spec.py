@@ -55,7 +55,8 @@ class StackSpec:
     """A Qwen3 decoder stack: what target and drafter have in common.
 
     ``windows[i]`` is layer i's sliding window in tokens (a key at distance >= window is masked), or None.
-    ``causal[i]`` tells whether layer i masks later positions (always, for a target).
+    ``causal[i]`` tells whether layer i masks later positions (always, for a target). ``qk_norm``: whether queries and
+    keys are normed by head, as in Qwen3; Llama's are not.
     """
 
     hidden_size: int
@@ -69,6 +70,7 @@ class StackSpec:
     rope: RopeSpec
     windows: tuple[int | None, ...]
     causal: tuple[bool, ...]
+    qk_norm: bool = True
 
     @property
     def heads_per_group(self) -> int:
@@ -149,6 +151,30 @@ class DominoSpec:
 
 
 @dataclass(frozen=True)
+class ConvSpec:
+    """Convolutions over the rows of a block, before and after attention and MLP of every layer (DFlash 2).
+
+    y_t = sum over o < kernel_size of (base_o + dynamic_{t,o}) * x_{t-o}, zero before the block. base has a value for
+    every channel, dynamic, which row t itself gives, one for every ``group_size`` channels.
+    """
+
+    kernel_size: int
+    group_size: int
+
+
+@dataclass(frozen=True)
+class SelectorSpec:
+    """Drafts chosen one after another among the ``top_k`` best ids of each slot (DFlash 2).
+
+    d_i maximises logits_i[c] + <P[d_{i-1}] * W z_i, S[c]> over these ids c; d_0 is the anchor. rank: the width of the
+    codebooks P and S.
+    """
+
+    rank: int
+    top_k: int
+
+
+@dataclass(frozen=True)
 class DrafterSpec:
     """What every drafter has, whatever its kind; each kind adds what it is made of.
 
@@ -160,6 +186,7 @@ class DrafterSpec:
     serial: ClassVar[bool] = False
 
     name: str
+    licence: str | None
 
     @property
     def num_drafts(self) -> int:
@@ -177,19 +204,46 @@ class DrafterSpec:
         return ()
 
     @property
+    def decoder(self) -> StackSpec | None:
+        """Its decoder layers; None where it has none."""
+        return None
+
+    @property
+    def draft_rows(self) -> int:
+        """Rows of a request in one drafting call."""
+        return 1
+
+    @property
+    def draft_vocab(self) -> int:
+        """Tokens that it scores."""
+        return 0
+
+    @property
     def relays(self) -> bool:
         """Whether it takes up rejected states (DFlow)."""
         return False
+
+    @property
+    def corrects(self) -> bool:
+        """Whether later drafts of a block know the earlier ones."""
+        return self.serial
 
     @property
     def strategies(self) -> tuple[str, ...]:
         """The request strategies that it serves."""
         return (self.name, self.name + NO_RELAY_SUFFIX) if self.relays else (self.name,)
 
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> DrafterSpec:
+        """The inverse of :func:`to_json`; raises TypeError or KeyError on unknown or missing fields."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True)
 class DFlashSpec(DrafterSpec):
     """A DFlash drafter (arXiv 2602.06036); with ``relay`` a DFlow drafter, with ``head`` a Domino drafter.
+
+    A DFlash 2 drafter has ``conv`` and a selector as its ``head``.
 
     block_size: B, one anchor slot and B - 1 mask slots. target_layer_ids: the taps, in checkpoint order; L means the
     output of the target's decoder layer L. target_hidden_size: the width of one tap.
@@ -208,10 +262,10 @@ class DFlashSpec(DrafterSpec):
     output_multiplier: float
     final_logit_softcapping: float | None
     relay: RelaySpec | None
-    head: DominoSpec | None
+    conv: ConvSpec | None
+    head: DominoSpec | SelectorSpec | None
     checkpoint_dtype: DType
     architecture: str
-    licence: str | None
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -219,14 +273,43 @@ class DFlashSpec(DrafterSpec):
         return self.target_layer_ids
 
     @property
+    def decoder(self) -> StackSpec:
+        """See :class:`DrafterSpec`."""
+        return self.stack
+
+    @property
+    def draft_rows(self) -> int:
+        """See :class:`DrafterSpec`."""
+        return self.block_size
+
+    @property
+    def draft_vocab(self) -> int:
+        """See :class:`DrafterSpec`."""
+        return self.vocab_size
+
+    @property
     def relays(self) -> bool:
         """See :class:`DrafterSpec`."""
         return self.relay is not None
 
     @property
+    def corrects(self) -> bool:
+        """See :class:`DrafterSpec`."""
+        return self.head is not None
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> DFlashSpec:
+        """See :class:`DrafterSpec`."""
+        relay = RelaySpec(**data["relay"]) if data["relay"] is not None else None
+        conv = ConvSpec(**data["conv"]) if data["conv"] is not None else None
+        head = _head(data["head"]) if data["head"] is not None else None
+        stack, taps = stack_from_json(data["stack"]), tuple(data["target_layer_ids"])
+        return cls(**{**data, "stack": stack, "relay": relay, "conv": conv, "head": head, "target_layer_ids": taps})
+
+    @property
     def first_slot(self) -> int:
         """The slot of draft 1: 1, as slot j drafts its own position A + j; 0 where a head shifts that by one."""
-        return 0 if self.head is not None and self.head.shifted else 1
+        return 0 if isinstance(self.head, DominoSpec) and self.head.shifted else 1
 
     @property
     def num_drafts(self) -> int:
@@ -235,9 +318,126 @@ class DFlashSpec(DrafterSpec):
 
     @property
     def corrected_drafts(self) -> range:
-        """The drafts, counted from 1, that the causal head corrects."""
-        kept = self.num_drafts if self.head is None else self.head.prefix_length
+        """The drafts, counted from 1, that the causal head corrects, or the selector chooses."""
+        kept = self.num_drafts if self.head is None else 0
+        if isinstance(self.head, DominoSpec):
+            kept = self.head.prefix_length
         return range(kept + 1, self.num_drafts + 1)
+
+
+@dataclass(frozen=True)
+class Eagle3Spec(DrafterSpec):
+    """An EAGLE-3 drafter (arXiv 2503.01840), which drafts a chain: one decoder layer, run once a draft.
+
+    Row p reads [input_layernorm(E(t_{p+1})) ; hidden_norm(f_p)] and gives h_p, from which t_{p+2} is drafted. f_p is
+    fc(taps of row p) where the target has been, and behind that the feature of the row before.
+
+    drafts: K. target_layer_ids: the taps in the order of ``fc``'s columns; L means the output of the target's layer L.
+    draft_vocab_size: rows of its own head. own_embedding: whether E is its own table, not the target's.
+    norm_before_residual: the residual is the normed f_p. norm_before_fc, fc_norm: all taps together, or each one, are
+    normed first. norm_output: the feature that a row passes on is norm(h_p), not h_p (EAGLE 3.1, arXiv 2605.09992).
+    """
+
+    kind: ClassVar[str] = "eagle3"
+    serial: ClassVar[bool] = True
+
+    drafts: int
+    stack: StackSpec
+    target_layer_ids: tuple[int, ...]
+    target_hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    own_embedding: bool
+    norm_before_residual: bool
+    norm_before_fc: bool
+    fc_norm: bool
+    norm_output: bool
+    checkpoint_dtype: DType
+    architecture: str
+
+    @property
+    def num_drafts(self) -> int:
+        """See :class:`DrafterSpec`."""
+        return self.drafts
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """See :class:`DrafterSpec`."""
+        return self.target_layer_ids
+
+    @property
+    def decoder(self) -> StackSpec:
+        """See :class:`DrafterSpec`."""
+        return self.stack
+
+    @property
+    def draft_vocab(self) -> int:
+        """See :class:`DrafterSpec`."""
+        return self.draft_vocab_size
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Eagle3Spec:
+        """See :class:`DrafterSpec`."""
+        taps = tuple(data["target_layer_ids"])
+        return cls(**{**data, "stack": stack_from_json(data["stack"]), "target_layer_ids": taps})
+
+
+@dataclass(frozen=True)
+class DraftModelSpec(DrafterSpec):
+    """A smaller model of the target's vocabulary that drafts as it would speak (arXiv 2211.17192), greedily.
+
+    model: what it is. drafts: K.
+    """
+
+    kind: ClassVar[str] = "draft-model"
+    serial: ClassVar[bool] = True
+
+    model: TargetSpec
+    drafts: int
+
+    @property
+    def num_drafts(self) -> int:
+        """See :class:`DrafterSpec`."""
+        return self.drafts
+
+    @property
+    def decoder(self) -> StackSpec:
+        """See :class:`DrafterSpec`."""
+        return self.model.stack
+
+    @property
+    def draft_vocab(self) -> int:
+        """See :class:`DrafterSpec`."""
+        return self.model.vocab_size
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> DraftModelSpec:
+        """See :class:`DrafterSpec`."""
+        return cls(**{**data, "model": target_from_json(data["model"])})
+
+
+@dataclass(frozen=True)
+class NgramSpec(DrafterSpec):
+    """Prompt lookup: what followed the last tokens where they stood before. No weights, no engines.
+
+    min_match, max_match: how many last tokens must be the same; longer matches are tried first. drafts: K.
+    """
+
+    kind: ClassVar[str] = "ngram"
+
+    min_match: int
+    max_match: int
+    drafts: int
+
+    @property
+    def num_drafts(self) -> int:
+        """See :class:`DrafterSpec`."""
+        return self.drafts
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> NgramSpec:
+        """See :class:`DrafterSpec`."""
+        return cls(**data)
 
 
 @dataclass(frozen=True)
@@ -281,29 +481,25 @@ def to_json(spec: Any) -> dict[str, Any]:
     return dataclasses.asdict(spec)
 
 
-def _stack(data: Mapping[str, Any]) -> StackSpec:
+def stack_from_json(data: Mapping[str, Any]) -> StackSpec:
+    """The inverse of :func:`to_json`; raises TypeError or KeyError on unknown or missing fields."""
     rope = RopeSpec(**data["rope"])
     return StackSpec(**{**data, "rope": rope, "windows": tuple(data["windows"]), "causal": tuple(data["causal"])})
+
+
+def _head(data: Mapping[str, Any]) -> DominoSpec | SelectorSpec:
+    return SelectorSpec(**data) if "top_k" in data else DominoSpec(**data)
 
 
 def target_from_json(data: Mapping[str, Any]) -> TargetSpec:
     """The inverse of :func:`to_json`; raises TypeError or KeyError on unknown or missing fields."""
     quantisation = _quantisation(data.get("quantisation"))
-    stack, eos = _stack(data["stack"]), tuple(data["eos_ids"])
+    stack, eos = stack_from_json(data["stack"]), tuple(data["eos_ids"])
     return TargetSpec(**{**data, "stack": stack, "eos_ids": eos, "quantisation": quantisation})
 
 
 def _quantisation(data: Mapping[str, Any] | None) -> QuantSpec | None:
     return None if data is None else QuantSpec(**{**data, "kept": tuple(data["kept"])})
-
-
-def drafter_from_json(data: Mapping[str, Any]) -> DFlashSpec:
-    """The inverse of :func:`to_json`; raises TypeError or KeyError on unknown or missing fields."""
-    relay = RelaySpec(**data["relay"]) if data["relay"] is not None else None
-    head = DominoSpec(**data["head"]) if data["head"] is not None else None
-    stack = _stack(data["stack"])
-    taps = tuple(data["target_layer_ids"])
-    return DFlashSpec(**{**data, "stack": stack, "relay": relay, "head": head, "target_layer_ids": taps})
 
 
 def build_from_json(data: Mapping[str, Any]) -> BuildSpec:

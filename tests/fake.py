@@ -142,6 +142,7 @@ def drafter_spec(name: str, block_size: int, relay: RelayStart | None, shifted: 
         final_logit_softcapping=None,
         relay=RelaySpec(relay, 1e-6) if relay else None,
         head=DominoSpec(prefix_length=0, state_size=4, rank=4, shifted=True) if shifted else None,
+        conv=None,
         checkpoint_dtype="float32",
         architecture="DFlashDraftModel",
         licence=None,
@@ -277,7 +278,7 @@ class FakeRuntime:
             assert slot in slots
             kept = h_BS[slot - slots.start, :count]
             assert len(kept) == count, "more rows than the pass had"
-            assert (kept != NOTHING).all(), "a row that was not live is kept for the relay"
+            assert (kept != NOTHING).all(), "a row that was not live is kept"
             pending[slot] = NOTHING
             pending[slot, :count] = kept
 

@@ -54,6 +54,13 @@ DOMINO_DEFAULTS: Config = {
     "shift_label": False,
 }
 
+DFLASH2_DEFAULTS: Config = {
+    "conv_kernel_size": 3,
+    "conv_group_size": 16,
+    "selector_rank": 12,
+    "selector_top_k": 6,
+}
+
 
 def make_target(
     folder: Path,
@@ -104,6 +111,7 @@ def make_drafter(
     relay_scale: float = 0.5,
     domino: Mapping[str, Any] | None = None,
     domino_scale: float = 1.0,
+    dflash2: Mapping[str, Any] | None = None,
     seed: int = 1,
     dtype: str = "float32",
     shards: int = 1,
@@ -121,7 +129,7 @@ def make_drafter(
 
     relay_scale: standard deviation gain of the relay MLP's last layer; 0.0 makes the relay a no-op.
     domino: keys of Domino's head over those of ``DOMINO_DEFAULTS``, or None for a drafter without it. domino_scale: as
-    relay_scale, of the head.
+    relay_scale, of the head. dflash2: keys of DFlash 2 over those of ``DFLASH2_DEFAULTS``, or None.
     mask_token_id: the last id of the vocabulary when None. top_level: ``block_size``, ``mask_token_id`` and
     ``target_layer_ids`` beside the Qwen3 keys instead of inside ``dflash_config``. speculators: that
     project's nested layout.
@@ -140,6 +148,10 @@ def make_drafter(
     if domino is not None:
         draft |= {**DOMINO_DEFAULTS, **domino}
         tensors |= domino_tensors(rng, config["hidden_size"], config["vocab_size"], draft, domino_scale)
+    if dflash2 is not None:
+        draft |= {**DFLASH2_DEFAULTS, **dflash2}
+        config["architectures"] = ["DFlash2DraftModel"]
+        tensors |= dflash2_tensors(rng, config, draft)
     config = _nested(config, draft) if speculators else {**config, **(draft if top_level else {"dflash_config": draft})}
     if relay:
         config["dflow_config"] = {"relay_start": relay_start}
@@ -181,6 +193,102 @@ def domino_tensors(rng: np.random.Generator, hidden: int, vocab: int, draft: Con
         "embed_proj.0.weight": down,
         "embed_proj.2.weight": _normal(rng, (vocab, rank), 4 * scale * rank**-0.5),
     }
+
+
+def dflash2_tensors(rng: np.random.Generator, config: Config, draft: Config) -> Tensors:
+    """The tensors of DFlash 2. Kernels shift and mix clearly; what the selector adds is as large as the logits."""
+    hidden, vocab, rank = config["hidden_size"], config["vocab_size"], draft["selector_rank"]
+    rows = 2 * draft["conv_kernel_size"]
+    tensors: Tensors = {}
+    for i in range(config["num_hidden_layers"]):
+        for part in ("attention", "mlp"):
+            base = _normal(rng, (2, rows // 2, hidden), 0.4)
+            base[:, 0] += 1
+            groups = hidden // draft["conv_group_size"]
+            projection = _normal(rng, (rows * groups, hidden), 0.3 * hidden**-0.5)
+            place = f"layers.{i}.{part}_conv"
+            tensors |= {f"{place}.base_kernel": base, f"{place}.kernel_projection.weight": projection}
+    names = [f"candidate_selector.{side}_codebook" for side in ("predecessor", "successor")]
+    tensors |= {name: _normal(rng, (vocab, rank), 1.0) for name in names}
+    query = _normal(rng, (rank, hidden), 2 * (rank * hidden) ** -0.5)
+    return tensors | {"candidate_selector.hidden_projection.weight": query}
+
+
+def make_eagle3(
+    folder: Path,
+    target_config: Config,
+    *,
+    seed: int = 3,
+    dtype: str = "float32",
+    shards: int = 1,
+    layout: int = 4,
+    rope: Mapping[str, Any] | None = None,
+    theta: float = 10000.0,
+    taps: Iterable[int] | None = (1,),
+    draft_vocab_size: int = 100,
+    maps: bool = True,
+    own_embedding: bool = False,
+    qk_norm: bool = False,
+    speculators: bool = False,
+    **overrides: Any,
+) -> Config:
+    """Write a random EAGLE-3 folder for a target config and return the drafter's config.
+
+    taps: the target's layers whose outputs are read, written as ids in the convention that their list shows; None
+    writes none. maps: ``d2t`` and ``t2d``, to random ids of the target. speculators: that project's nested layout.
+    """
+    names = ("attention_bias", "head_dim", "hidden_act", "hidden_size", "intermediate_size", "num_attention_heads")
+    base = {key: target_config[key] for key in (*names, "num_key_value_heads", "rms_norm_eps", "vocab_size")}
+    base |= {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}
+    config: Config = {**base, **_layout(layout, dtype, rope, theta), "draft_vocab_size": draft_vocab_size, **overrides}
+    count, ids = 3, None
+    if taps is not None:
+        taps = list(taps)
+        count, ids = len(taps), [tap + (taps[0] != 1) for tap in taps]
+    rng = np.random.default_rng(seed)
+    width = (target_config["hidden_size"], count)
+    tensors = eagle3_tensors(rng, config, width, own_embedding=own_embedding, qk_norm=qk_norm)
+    if maps:
+        tensors |= vocabulary_maps(rng, config["vocab_size"], draft_vocab_size)
+    if speculators:
+        config = _nested_eagle3(config, ids)
+    else:
+        tensors = {name.replace("layers.0.", "midlayer."): value for name, value in tensors.items()}
+        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}
+    _write(folder, config, tensors, dtype, shards)
+    return config
+
+
+def eagle3_tensors(
+    rng: np.random.Generator, config: Config, taps: tuple[int, int], *, own_embedding: bool, qk_norm: bool
+) -> Tensors:
+    """The tensors of an EAGLE-3 drafter under speculators' names. taps: width and number."""
+    hidden, width = config["hidden_size"], taps[0] * taps[1]
+    layer = _layer(rng, config)
+    for name in [name for name in layer if name.endswith(("q_norm.weight", "k_norm.weight")) and not qk_norm]:
+        del layer[name]
+    for label, gain in (("q", 2), ("k", 2), ("v", 1)):
+        rows = layer[f"self_attn.{label}_proj.weight"].shape[0]
+        layer[f"self_attn.{label}_proj.weight"] = _normal(rng, (rows, 2 * hidden), gain * (2 * hidden) ** -0.5)
+    tensors = {f"layers.0.{name}": value for name, value in layer.items()}
+    tensors |= {"fc.weight": _normal(rng, (hidden, width), width**-0.5), "norm.weight": _norm(rng, hidden)}
+    tensors |= {"layers.0.hidden_norm.weight": _norm(rng, hidden)}
+    tensors["lm_head.weight"] = _normal(rng, (config["draft_vocab_size"], hidden), 2 / hidden**0.5)
+    if own_embedding:
+        tensors["embed_tokens.weight"] = _normal(rng, (config["vocab_size"], hidden), 0.25)
+    if config.get("norm_before_fc"):
+        tensors["input_norm.weight"] = _norm(rng, width)
+    if config.get("fc_norm"):
+        tensors |= {f"fc_norm.{i}.weight": _norm(rng, taps[0]) for i in range(taps[1])}
+    return tensors
+
+
+def vocabulary_maps(rng: np.random.Generator, vocab: int, draft_vocab: int) -> Tensors:
+    """``d2t`` and ``t2d`` of random target ids, in rising order."""
+    ids = np.sort(rng.permutation(vocab)[:draft_vocab])
+    has_draft = np.zeros(vocab, np.bool_)
+    has_draft[ids] = True
+    return {"d2t": ids - np.arange(draft_vocab), "t2d": has_draft}
 
 
 def make_tokenizer(folder: Path, size: int, added: Iterable[str] = ()) -> None:
@@ -228,6 +336,21 @@ def _nested(config: Config, draft: Config) -> Config:
     }
 
 
+def _nested_eagle3(config: Config, ids: list[int] | None) -> Config:
+    """The layout of the speculators project: the layer's keys nested, drafting keys at the top."""
+    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    top = {key: config[key] for key in (*flags, "draft_vocab_size", "target_hidden_size") if key in config}
+    layer = {key: value for key, value in config.items() if key not in top and key != "architectures"}
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": layer,
+        "eagle_aux_hidden_state_layer_ids": ids,
+        "norm_before_residual": False,
+        **top,
+    }
+
+
 def _stack(rng: np.random.Generator, config: Config) -> Tensors:
     """Decoder layers and the final norm."""
     tensors: Tensors = {}
@@ -264,7 +387,7 @@ def _norm(rng: np.random.Generator, size: int) -> Any:
 def _write(folder: Path, config: Config, tensors: Tensors, dtype: str, shards: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     _dump(folder / "config.json", config)
-    tensors = {name: value.astype(DTYPES[dtype]) for name, value in tensors.items()}
+    tensors = {n: value.astype(DTYPES[dtype]) if value.dtype.kind == "f" else value for n, value in tensors.items()}
     if shards == 1:
         save_file(tensors, folder / "model.safetensors")
         return

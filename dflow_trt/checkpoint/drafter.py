@@ -1,4 +1,4 @@
-"""A DFlash, Domino or DFlow drafter folder in, a spec and lazily read weights out.
+"""A DFlash, Domino, DFlash 2 or DFlow drafter folder in, a spec and lazily read weights out.
 
 Two layouts: z-lab's (Qwen3 keys at the top, ``dflash_config``; SpecForge writes Domino's head into it) and that of the
 speculators project (Qwen3 keys in ``transformer_layer_config``, taps counted from the embedding output). The masks are
@@ -7,50 +7,62 @@ those of the ``dflash`` package.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dflow_trt.checkpoint.config import read_stack, reject_quantised, reject_unsupported
-from dflow_trt.checkpoint.folder import CONFIG, checked_folder, fingerprint, licence
-from dflow_trt.checkpoint.names import DOMINO_NAMES, EMBEDDING, HEAD, RELAY_NAMES, check_tensors, drafter_tensors
-from dflow_trt.checkpoint.reader import Config, read_config, refuse, show
+from dflow_trt.checkpoint.folder import (
+    CONFIG,
+    DrafterCheckpoint,
+    checked_folder,
+    checked_name,
+    fingerprint,
+    licence,
+)
+from dflow_trt.checkpoint.names import (
+    DOMINO_NAMES,
+    EMBEDDING,
+    HEAD,
+    PREDECESSOR,
+    RELAY_NAMES,
+    SUCCESSOR,
+    check_tensors,
+    drafter_tensors,
+)
+from dflow_trt.checkpoint.reader import Config, merged, read_config, refuse, show
 from dflow_trt.checkpoint.safetensors import open_weights
 from dflow_trt.checkpoint.target import checkpoint_dtype, read_architecture
 from dflow_trt.checkpoint.weights import Weights
-from dflow_trt.errors import UserError
 from dflow_trt.spec import (
-    AUTOREGRESSIVE,
-    NO_RELAY_SUFFIX,
     RELAY_STARTS,
+    ConvSpec,
     DFlashSpec,
     DominoSpec,
     DType,
     RelaySpec,
+    SelectorSpec,
     StackSpec,
     TargetSpec,
 )
 
-ARCHITECTURES = ("DFlashDraftModel",)
+DFLASH2_ARCHITECTURE = "DFlash2DraftModel"
+ARCHITECTURES = ("DFlashDraftModel", DFLASH2_ARCHITECTURE)
 NESTED_ARCHITECTURES = ("DFlashSpeculator", "DFlashDraftModel")
 NESTED = "transformer_layer_config"
-DOMINO = "domino"
-RESERVED = (AUTOREGRESSIVE, "target", "vocab")
+DOMINO, DFLASH2 = "domino", "dflash2"
 _BORROWED = (EMBEDDING, "embed_tokens.weight", HEAD, "verifier_lm_head.weight")
 _MAPS = ("d2t", "t2d")
-_OTHER_MODELS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+_DFLASH2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+_SAVED = {f"{name}.weight": name for name in (PREDECESSOR, SUCCESSOR)}  # as a model that was not loaded saves them
 
 
 @dataclass(frozen=True)
-class DrafterCheckpoint:
+class DFlashCheckpoint(DrafterCheckpoint):
     """A validated drafter. ``weights`` has exactly the tensors of ``names.drafter_tensors(spec)``."""
 
-    path: Path
     spec: DFlashSpec
-    weights: Weights
-    fingerprint: str
 
 
 @dataclass(frozen=True)
@@ -62,33 +74,41 @@ class _Draft:
     keys: Config
     nested: bool
 
+    @property
+    def is_dflash2(self) -> bool:
+        return bool(self.top.get("architectures") == [DFLASH2_ARCHITECTURE])
 
-def read_drafter(folder: Path | str, target: TargetSpec, name: str | None = None) -> DrafterCheckpoint:
+    @property
+    def is_domino(self) -> bool:
+        return bool(self.keys.get("projector_type") == DOMINO)
+
+
+def read_drafter(folder: Path | str, target: TargetSpec, name: str | None = None) -> DFlashCheckpoint:
     """Read and validate a drafter folder for this target.
 
-    name: what requests call it; by default ``dflash``, ``domino`` with that head, ``dflow`` with a relay, and
-    ``domino-dflow`` with both. UserError, in one line, for anything that is not supported, not whole, or does not pair
-    with the target.
+    name: what requests call it; by default ``dflash``, ``domino`` with that head, ``dflash2`` with a selector,
+    ``dflow`` with a relay, and ``domino-dflow`` or ``dflash2-dflow`` with both. UserError, in one line, for anything
+    that is not supported, not whole, or does not pair with the target.
     """
     path = checked_folder(folder)
     draft = _layout(read_config(path / CONFIG))
     architecture = read_architecture(draft.top, NESTED_ARCHITECTURES if draft.nested else ARCHITECTURES)
     _reject_other_drafters(draft)
-    weights = open_weights(path)
+    weights = open_weights(path, lambda stored: _SAVED.get(stored, stored))
     _reject_borrowed(weights, path)
     relay = _relay(draft.top, set(weights.names()), draft.stack)
-    head = _head(draft, set(weights.names()), relay)
+    head = _selector(draft.keys, target) if draft.is_dflash2 else _head(draft, set(weights.names()), relay)
     dtype = checkpoint_dtype(weights, "fc.weight", path)
     spec = _spec(draft, target, relay, head, _name(name, relay, head), architecture, dtype)
     check_tensors(weights, drafter_tensors(spec), path)
-    return DrafterCheckpoint(path, spec, weights, fingerprint(weights, (path / CONFIG,)))
+    return DFlashCheckpoint(path, spec, weights, fingerprint(weights, (path / CONFIG,)))
 
 
 def _spec(
     draft: _Draft,
     target: TargetSpec,
     relay: RelaySpec | None,
-    head: DominoSpec | None,
+    head: DominoSpec | SelectorSpec | None,
     name: str,
     architecture: str,
     dtype: DType,
@@ -106,6 +126,7 @@ def _spec(
         output_multiplier=_scale(draft.keys, "output_multiplier"),
         final_logit_softcapping=_softcap(draft.keys),
         relay=relay,
+        conv=_conv(draft) if draft.is_dflash2 else None,
         head=head,
         checkpoint_dtype=dtype,
         architecture=architecture,
@@ -119,13 +140,7 @@ def _layout(top: Config) -> _Draft:
     if nested is not None:
         top.one_of("speculators_model_type", ("dflash",))
         return _Draft(top, nested, top, True)
-    inner = top.section("dflash_config") or Config({}, top.where, "dflash_config.")
-    for key, value in inner.data.items():
-        if value is not None and top.get(key) not in (None, value):
-            raise inner.error(key, f"the value at the top level, {show(top.get(key))}", "keep one of the two keys")
-    given = {key: value for key, value in inner.data.items() if value is not None}
-    keys = Config({**top.data, **given}, top.where)
-    return _Draft(top, top, keys, False)
+    return _Draft(top, top, merged(top, "dflash_config"), False)
 
 
 def _reject_other_drafters(draft: _Draft) -> None:
@@ -133,18 +148,16 @@ def _reject_other_drafters(draft: _Draft) -> None:
     for config in (draft.top, draft.stack):
         reject_unsupported(config)
         reject_quantised(config)
-    draft.keys.one_of("projector_type", ("dflash",) if draft.nested else ("dflash", DOMINO), default="dflash")
-    for key in _OTHER_MODELS:
+    heads = ("dflash",) if draft.nested or draft.is_dflash2 else ("dflash", DOMINO)
+    draft.keys.one_of("projector_type", heads, default="dflash")
+    for key in () if draft.is_dflash2 else _DFLASH2_KEYS:
         if draft.keys.get(key) is not None:
-            raise draft.keys.error(key, "absent", "DFlash 2 drafters are not supported")
-    shifts = ("sample_from_anchor",) if _is_domino(draft) else ("sample_from_anchor", "shift_label")
+            todo = f"DFlash 2 drafters have it, of architecture [{DFLASH2_ARCHITECTURE!r}]"
+            raise draft.keys.error(key, "absent", todo)
+    shifts = ("sample_from_anchor",) if draft.is_domino else ("sample_from_anchor", "shift_label")
     for key in shifts:
         if draft.keys.boolean(key, False):
             raise draft.keys.error(key, "false or absent", "slot j must predict its own position")
-
-
-def _is_domino(draft: _Draft) -> bool:
-    return bool(draft.keys.get("projector_type") == DOMINO)
 
 
 def _reject_borrowed(weights: Weights, where: Path) -> None:
@@ -188,7 +201,7 @@ def _relay_start(section: Config) -> Any:
 
 def _head(draft: _Draft, names: set[str], relay: RelaySpec | None) -> DominoSpec | None:
     """Domino's head: all of its tensors and ``projector_type``, or neither. No prefix key means 0, as in SpecForge."""
-    keys, kind = draft.keys, DOMINO if _is_domino(draft) else None
+    keys, kind = draft.keys, DOMINO if draft.is_domino else None
     if not _is_whole("Domino head", DOMINO_NAMES, names, "projector_type", kind, draft.top.where.parent):
         return None
     if kind is None:
@@ -204,6 +217,23 @@ def _head(draft: _Draft, names: set[str], relay: RelaySpec | None) -> DominoSpec
     )
 
 
+def _conv(draft: _Draft) -> ConvSpec:
+    """The convolutions of DFlash 2: no kernel is longer than the block, and groups are alike."""
+    keys, hidden = draft.keys, draft.stack.integer("hidden_size")
+    kernel_size = keys.integer("conv_kernel_size", high=_block_size(keys))
+    group_size = keys.integer("conv_group_size", high=hidden)
+    if hidden % group_size:
+        raise keys.error("conv_group_size", f"a divisor of hidden_size {hidden}")
+    return ConvSpec(kernel_size, group_size)
+
+
+def _selector(keys: Config, target: TargetSpec) -> SelectorSpec:
+    """The selector of DFlash 2. Its candidates are the best logits: in that order, a multiplier must keep them."""
+    keys.optional_number("output_multiplier", above=0)
+    top_k = keys.integer("selector_top_k", high=target.vocab_size)
+    return SelectorSpec(rank=keys.integer("selector_rank"), top_k=top_k)
+
+
 def _reject_undefined(keys: Config, relay: RelaySpec | None) -> None:
     """Refuse what no Domino drafter was trained with, and what would therefore have to be guessed."""
     if relay and keys.boolean("shift_label", False):
@@ -217,15 +247,12 @@ def _reject_undefined(keys: Config, relay: RelaySpec | None) -> None:
         raise keys.error("final_logit_softcapping", "0 or absent with a Domino head", why)
 
 
-def _name(name: str | None, relay: RelaySpec | None, head: DominoSpec | None) -> str:
+def _name(name: str | None, relay: RelaySpec | None, head: DominoSpec | SelectorSpec | None) -> str:
     """The drafter's name among the request strategies."""
     if name is None:
-        parts = [part for part, there in ((DOMINO, head), ("dflow", relay)) if there]
-        return "-".join(parts) or "dflash"
-    if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name) or name in RESERVED or name.endswith(NO_RELAY_SUFFIX):
-        allowed = f"[a-z0-9][a-z0-9_-]*, except {', '.join(RESERVED)} and names ending in {NO_RELAY_SUFFIX}"
-        raise UserError(f"drafter name is {name!r}; allowed: {allowed}; choose another name")
-    return name
+        of_head = {DominoSpec: [DOMINO], SelectorSpec: [DFLASH2]}.get(type(head), [])
+        return "-".join([*of_head, *(["dflow"] if relay else [])]) or "dflash"
+    return checked_name(name)
 
 
 def _paired_stack(draft: _Draft, target: TargetSpec) -> StackSpec:

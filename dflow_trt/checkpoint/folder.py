@@ -5,15 +5,38 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from dflow_trt.checkpoint.reader import refuse
 from dflow_trt.checkpoint.safetensors import KNOWN, SafetensorsWeights
+from dflow_trt.checkpoint.weights import Weights
+from dflow_trt.errors import UserError
+from dflow_trt.spec import AUTOREGRESSIVE, NO_RELAY_SUFFIX, DrafterSpec
 
 CONFIG = "config.json"
 SMALL = 16 * 2**20
 """Files up to this size are hashed in full; of larger ones, evenly spaced samples."""
 SAMPLES, SAMPLE = 256, 4096
+RESERVED = (AUTOREGRESSIVE, "target", "vocab")
+
+
+@dataclass(frozen=True)
+class DrafterCheckpoint:
+    """A validated drafter: what it is, and exactly the weights that this takes."""
+
+    path: Path
+    spec: DrafterSpec
+    weights: Weights
+    fingerprint: str
+
+
+def checked_name(name: str) -> str:
+    """A drafter's name among the request strategies; UserError where it may not be one."""
+    if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name) or name in RESERVED or name.endswith(NO_RELAY_SUFFIX):
+        allowed = f"[a-z0-9][a-z0-9_-]*, except {', '.join(RESERVED)} and names ending in {NO_RELAY_SUFFIX}"
+        raise UserError(f"drafter name is {name!r}; allowed: {allowed}; choose another name")
+    return name
 
 
 def checked_folder(folder: Path | str) -> Path:

@@ -117,6 +117,16 @@ def read_config(path: Path) -> Config:
     return Config(data, path)
 
 
+def merged(top: Config, key: str) -> Config:
+    """The keys of a file and of one of its sections as one: they must not differ."""
+    inner = top.section(key) or Config({}, top.where, f"{top.prefix}{key}.")
+    for name, value in inner.data.items():
+        if value is not None and top.get(name) not in (None, value):
+            raise inner.error(name, f"the value at the top level, {show(top.get(name))}", "keep one of the two keys")
+    given = {name: value for name, value in inner.data.items() if value is not None}
+    return Config({**top.data, **given}, top.where, top.prefix)
+
+
 def _finite(value: float) -> bool:
     try:
         return math.isfinite(value)
@@ -130,3 +140,24 @@ def _within(value: float, above: float | None, at_least: float | None) -> bool:
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"the number {name}, which JSON does not have")
+
+
+def no_settings(folder: Path | str, settings: Mapping[str, int]) -> None:
+    """UserError where settings are given to a drafter that has none."""
+    for key in settings:
+        raise UserError(f"--drafter: {folder}:{key}=..: this drafter has no settings; leave {key} out")
+
+
+def setting(folder: Path | str, settings: Mapping[str, int], key: str, default: int, low: int, high: int) -> int:
+    """An integer setting of a drafter; UserError outside ``low`` to ``high``."""
+    value = settings.get(key, default)
+    if not low <= value <= high:
+        raise UserError(f"--drafter: {folder}:{key}={value}; allowed: {low} to {high}")
+    return value
+
+
+def known_settings(folder: Path | str, settings: Mapping[str, int], *names: str) -> None:
+    """UserError for a setting that the drafter does not have."""
+    for key in settings:
+        if key not in names:
+            raise UserError(f"--drafter: {folder}:{key}={settings[key]}; allowed settings: {', '.join(names)}")

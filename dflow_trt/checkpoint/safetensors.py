@@ -7,7 +7,7 @@ The header is validated here in full, so that a damaged file is one clear line a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -35,7 +35,9 @@ PACKED: dict[str, np.dtype[Any]] = {
     "U8": np.dtype(np.uint8),
 }
 """What only a quantised layer may be stored in."""
-KNOWN = DTYPES | PACKED
+MAPS: dict[str, np.dtype[Any]] = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32), "BOOL": np.dtype(np.bool_)}
+"""What only a map between vocabularies may be stored in."""
+KNOWN = DTYPES | PACKED | MAPS
 _AGAIN = "fetch the file again"
 
 
@@ -87,6 +89,13 @@ class SafetensorsWeights:
     def read_packed(self, name: str, rows: slice | None = None) -> Array:
         """The same of a tensor in one of the dtypes PACKED."""
         return self._read(name, PACKED[self._entries[name].dtype], rows)
+
+    def read_map(self, name: str, kinds: Sequence[str]) -> Array:
+        """A whole map between vocabularies; UserError where it is in none of these ``kinds`` of MAPS."""
+        entry = self._entries[name]
+        if entry.dtype not in kinds:
+            raise refuse(entry.path, name, f"of dtype {entry.dtype}", " or ".join(kinds), "export the drafter again")
+        return self._read(name, MAPS[entry.dtype], None)
 
     def _read(self, name: str, dtype: np.dtype[Any], rows: slice | None) -> Array:
         entry = self._entries[name]

@@ -62,3 +62,22 @@ class Weights(Protocol):
     def quantised(self, name: str) -> QuantisedLinear | None:
         """The layer of a linear weight that is stored in few bits; None for every other tensor."""
         ...
+
+
+class NoWeights:
+    """Those of a drafter that has none."""
+
+    def names(self) -> Iterator[str]:
+        return iter(())
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        raise KeyError(name)
+
+    def dtype(self, name: str) -> np.dtype[Any]:
+        raise KeyError(name)
+
+    def read(self, name: str, rows: slice | None = None) -> Array:
+        raise KeyError(name)
+
+    def quantised(self, name: str) -> QuantisedLinear | None:
+        return None

@@ -54,7 +54,11 @@ def _engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.command()
 @click.option("--target", type=FOLDER, required=True, help="Folder of the target model (Qwen3, safetensors).")
 @click.option(
-    "--drafter", "drafters", multiple=True, metavar="[NAME=]DIR", help="A DFlash, Domino or DFlow drafter; repeatable."
+    "--drafter",
+    "drafters",
+    multiple=True,
+    metavar="[NAME=]DIR[:KEY=N,..]",
+    help="A DFlash, DFlow, Domino or EAGLE-3 drafter, a smaller model (drafts=N), or ngram; repeatable.",
 )
 @click.option("--output", type=FOLDER, required=True, help="Folder of the bundle.")
 @click.option(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 FOLDER = click.Path(path_type=Path, file_okay=False)
 FILE = click.Path(path_type=Path)
 POSITIVE = click.IntRange(1)
+SETTINGS = r"[a-z_]+=\d{1,9}(,[a-z_]+=\d{1,9})*"  # behind a drafter's folder
 
 
 def size_option(name: str, help_text: str, default: int | None = None) -> Callable[[Any], Any]:
@@ -57,16 +59,29 @@ def serving_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def drafter_source(text: str) -> DrafterSource:
-    """The drafter that ``[NAME=]DIR`` names; UserError for a name that is empty."""
+    """The drafter that ``[NAME=]DIR[:KEY=NUMBER,..]`` names; UserError for a name that is empty."""
     with loading():
         from dflow_trt.build import DrafterSource
 
-    name, separator, path = text.partition("=")
-    if separator and not Path(text).exists():
+    folder, settings = _settings(text)
+    name, separator, path = folder.partition("=")
+    if separator and not Path(folder).exists():
         if not name:
             raise UserError(f"--drafter: {text!r} has no name before '='; allowed: NAME=DIR, or DIR alone")
-        return DrafterSource(Path(path), name)
-    return DrafterSource(Path(text))
+        return DrafterSource(Path(path), name, settings)
+    return DrafterSource(Path(folder), None, settings)
+
+
+def _settings(text: str) -> tuple[str, dict[str, int]]:
+    """What stands before the last colon, and the numbers behind it; all of it where a path of that name exists."""
+    folder, colon, tail = text.rpartition(":")
+    if not colon or not re.fullmatch(SETTINGS, tail) or Path(text).exists():
+        return text, {}
+    pairs = [part.split("=") for part in tail.split(",")]
+    names = [key for key, _ in pairs]
+    if len(set(names)) < len(names):
+        raise UserError(f"--drafter: {text!r} sets {max(names, key=names.count)} twice; allowed: once")
+    return folder, {key: int(value) for key, value in pairs}
 
 
 def bundle_json(bundle: Bundle) -> dict[str, Any]:

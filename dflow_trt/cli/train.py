@@ -19,13 +19,29 @@ from dflow_trt.spec import RELAY_STARTS
 @click.option("--target", type=FOLDER, required=True, help="Folder of the target model (Qwen3, safetensors).")
 @click.option("--prompts", "file", type=FILE, required=True, help="JSONL, as for generate; see --chat.")
 @click.option("--output", type=FOLDER, required=True, help="Folder of the drafter.")
-@click.option("--mode", type=click.Choice(["dflash", "self-conditioned", "dflow"]), help="[default: dflash]")
+@click.option(
+    "--mode",
+    type=click.Choice(["dflash", "self-conditioned", "dflow", "eagle3", "draft-model"]),
+    help="[default: dflash]",
+)
 @click.option("--from", "source", type=FOLDER, help="A drafter to go on from, e.g. DFlash for --mode dflow.")
 @click.option("--rounds", type=POSITIVE, help="Rounds a step after the mask-only one. [default: 2; dflash has none]")
 @click.option("--block-size", type=click.IntRange(2), help="The anchor and its drafts. [default: 16, or as --from]")
 @click.option("--taps", metavar="N,N,...", help="Target layers that are read. [default: spread evenly, or as --from]")
-@click.option("--layers", type=POSITIVE, help="Layers of the drafter. [default: 5, or as --from]")
-@click.option("--intermediate-size", type=POSITIVE, help="Width of its SwiGLU. [default: the target's, or as --from]")
+@click.option("--layers", type=POSITIVE, help="Of the drafter. [default: 5, or as --from; draft-model: a third]")
+@click.option("--hidden-size", type=POSITIVE, help="Width of a draft model. [default: half the target's]")
+@click.option(
+    "--intermediate-size",
+    type=POSITIVE,
+    help="Width of its SwiGLU. [default: the target's, or as --from; draft-model: half]",
+)
+@click.option("--heads", type=POSITIVE, help="Attention heads. [default: eagle3 as the target, draft-model half]")
+@click.option("--kv-heads", type=POSITIVE, help="Key/value heads. [default: likewise]")
+@click.option("--head-dim", type=POSITIVE, help="Size of a head. [default: the target's]")
+@click.option(
+    "--draft-vocab", type=POSITIVE, help="Ids that an EAGLE-3 head drafts, the most frequent. [default: 32000]"
+)
+@click.option("--drafts", type=click.IntRange(2), help="Of a round, of eagle3 and draft-model. [default: 5]")
 @click.option("--mask-token-id", type=int, help="[default: the first spare row, else the token <|mask|>]")
 @click.option(
     "--relay-start", type=click.Choice(RELAY_STARTS), help="[default: after_rejection; dflow only, or as --from]"
@@ -41,7 +57,7 @@ from dflow_trt.spec import RELAY_STARTS
     type=click.Choice(["real", "teacher-forced"]),
     help="A head's drafts between rounds: its own, or, to compare, those after the true tokens. [default: real]",
 )
-@click.option("--decay", type=float, help="Slot j weighs exp(-(j - 1) / decay). [default: 4]")
+@click.option("--decay", type=float, help="Draft j weighs exp(-(j - 1) / decay). [default: 4]")
 @click.option("--steps", type=POSITIVE, help="[default: 1000]")
 @click.option("--batch-size", type=POSITIVE, help="Sequences of a batch. [default: 8]")
 @click.option("--anchors", type=POSITIVE, help="Blocks a sequence and batch. [default: 8]")
@@ -81,18 +97,21 @@ def train(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Train a DFlash, DFlow or Domino drafter on the target's own answers.
+    """Train a drafter on the target's own answers: DFlash, DFlow or Domino, an EAGLE-3 head, or a draft model.
 
     On the GPU if there is one, else on the CPU. On several GPUs: accelerate launch --multi_gpu -m dflow_trt train ...
     """
     job, plans, progress, computes = _training()
     place = cache or output.with_name(output.name + ".cache")
-    plans.check_output(output, place, force, [target, *([source] if source else [])])
+    plans.check_output(output, place, force, [target, *([source] if source else [])], _parts(plans))
     given = {name: value for name, value in options.items() if value is not None}
     given |= {"taps": _taps(given["taps"])} if "taps" in given else {}
+    asked = plans.Options(**given)
+    if source is not None:
+        plans.check_goes_on(asked)
     prompts = _training_prompts(target, file, chat, "--prompts")
     held_out = held_out_prompts and _training_prompts(target, held_out_prompts, chat, "--held-out-prompts")
-    plan = plans.make_plan(*_pair(plans, target, source), prompts, plans.Options(**given), held_out)
+    plan = plans.make_plan(*_pair(plans, target, source), prompts, asked, held_out)
     undo_on_sigterm()
     job.set_threads(threads)
     compute = computes.Compute.start(precision)
@@ -117,6 +136,14 @@ def _training() -> tuple[Any, Any, Any, Any]:
     return job, plan, progress, compute
 
 
+def _parts(plans: Any) -> tuple[str, ...]:
+    """The files that a drafter's folder may have; a draft model has a tokenizer."""
+    with loading():
+        from dflow_trt.checkpoint.target import TOKENIZER_FILES
+
+    return (*plans.OUTPUT_FILES, *TOKENIZER_FILES)
+
+
 def _taps(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
@@ -131,7 +158,7 @@ def _pair(plans: Any, target: Path, source: Path | None) -> tuple[Any, Any]:
         from dflow_trt.checkpoint.target import read_target
 
     model = read_target(target)
-    checked = plans.TargetSource(target, model.spec, model.fingerprint)
+    checked = plans.TargetSource(target, model.spec, model.fingerprint, model.tokenizer_files)
     if source is None:
         return checked, None
     draft = read_drafter(source, model.spec)
@@ -143,7 +170,7 @@ def _training_prompts(target: Path, file: Path, chat: bool, flag: str) -> list[A
     with loading():
         from dflow_trt.prompts import read_prompts
         from dflow_trt.text import Tokenizer
-        from dflow_trt.training.plan import Prompt
+        from dflow_trt.training.options import Prompt
 
     prompts = [as_chat(prompt) if chat else prompt for prompt in read_prompts(file, flag)]
     texts = any("prompt_token_ids" not in prompt for prompt in prompts)

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from dflow_trt.bundle import Bundle
 from dflow_trt.graphs.builder import Lowering
-from dflow_trt.spec import BackendName, BuildSpec, DFlashSpec, DType, Hardware, TargetSpec, WeightForm
+from dflow_trt.spec import BackendName, BuildSpec, DrafterSpec, DType, Hardware, TargetSpec, WeightForm
 
 Note = Callable[[str], None]
 """Takes a line that the user should read now."""
@@ -42,11 +42,11 @@ class Backend(Protocol):
     dtype: DType
     draft_weights: WeightForm
 
-    def check(self, build: BuildSpec, target: TargetSpec, drafters: Sequence[DFlashSpec]) -> None:
+    def check(self, build: BuildSpec, target: TargetSpec, drafters: Sequence[DrafterSpec]) -> None:
         """UserError for what cannot be built, or could not be run, on any machine; before anything is written."""
         ...
 
-    def check_machine(self, build: BuildSpec, drafters: Sequence[DFlashSpec]) -> None:
+    def check_machine(self, build: BuildSpec, drafters: Sequence[DrafterSpec]) -> None:
         """UserError for what this machine lacks to build it."""
         ...
 

@@ -8,7 +8,7 @@ from dflow_trt.bundle import Bundle
 from dflow_trt.compile.base import Note
 from dflow_trt.errors import UserError
 from dflow_trt.graphs.builder import Lowering
-from dflow_trt.spec import BackendName, BuildSpec, DFlashSpec, DType, TargetSpec, WeightForm
+from dflow_trt.spec import BackendName, BuildSpec, DrafterSpec, DType, TargetSpec, WeightForm
 
 NAME: BackendName = "onnxruntime"
 SUPPORTED: tuple[DType, ...] = ("float32",)
@@ -34,10 +34,10 @@ class OnnxRuntime:
     dtype: DType = "float32"
     draft_weights: WeightForm = "int8"
 
-    def check(self, build: BuildSpec, target: TargetSpec, drafters: Sequence[DFlashSpec]) -> None:
+    def check(self, build: BuildSpec, target: TargetSpec, drafters: Sequence[DrafterSpec]) -> None:
         check(build, target)
 
-    def check_machine(self, build: BuildSpec, drafters: Sequence[DFlashSpec]) -> None:
+    def check_machine(self, build: BuildSpec, drafters: Sequence[DrafterSpec]) -> None:
         """Any machine that runs this package can."""
 
     def target_lowering(self, build: BuildSpec) -> Lowering:

@@ -19,7 +19,7 @@ import onnx
 
 import dflow_trt
 from dflow_trt import contract as c
-from dflow_trt.bundle import Bundle, EngineEntry, FileEntry, file_sha256
+from dflow_trt.bundle import Bundle, EngineEntry, FileEntry, file_sha256, planned
 from dflow_trt.compile.base import EngineOptions, Note
 from dflow_trt.compile.engine import EngineJob, EngineResult
 from dflow_trt.compile.profiles import profiles
@@ -29,7 +29,7 @@ from dflow_trt.runtime import cuda
 from dflow_trt.runtime.trt.buffers import pending_bytes
 from dflow_trt.runtime.trt.engine import cache_tensors, tensor_types
 from dflow_trt.runtime.trt.library import COMPUTE_CAPABILITY, GPU, HARDWARE, LATER_VERSIONS, MODULES, import_tensorrt
-from dflow_trt.spec import BackendName, BuildSpec, DFlashSpec, DType, StackSpec, TargetSpec, TargetWeights, WeightForm
+from dflow_trt.spec import BackendName, BuildSpec, DrafterSpec, DType, StackSpec, TargetSpec, TargetWeights, WeightForm
 
 HEAD_DIMS = range(16, 257, 8)
 """Head sizes of the fused attention, in float16 and bfloat16 (TensorRT-RTX 1.7); in float32 it is decomposed."""
@@ -60,15 +60,17 @@ class TensorRT:
 
     # -- before anything is written ----------------------------------------------------------------------------------
 
-    def check(self, build: BuildSpec, target: TargetSpec, drafters: Sequence[DFlashSpec]) -> None:
+    def check(self, build: BuildSpec, target: TargetSpec, drafters: Sequence[DrafterSpec]) -> None:
         """UserError for what TensorRT does not offer."""
         for flag, form in (("--target-weights", build.target_form), ("--draft-weights", build.draft_weights)):
             if form != "float":
                 raise UserError(f"{flag}: {form} is ONNX Runtime's own form; allowed on {self.name}: float")
-        stacks = {"target": target.stack} | {f"drafter {spec.name!r}": spec.stack for spec in drafters}
+        stacks = {"target": target.stack} | {f"drafter {spec.name!r}": spec.decoder for spec in drafters}
         for label, stack in stacks.items():
-            _check_heads(label, stack, build.dtype)
-        for contract in [c.relay_contract(spec) for spec in drafters if spec.relay]:
+            if stack is not None:
+                _check_heads(label, stack, build.dtype)
+        contracts = planned(target, drafters, build).contracts()
+        for contract in [each for _, each in contracts if c.PENDING_H in each.inputs]:
             pending_bytes(contract)  # refuses sizes whose addresses TensorRT would not take
         self._check_groups(target)
         self._check_options(build)
@@ -82,7 +84,7 @@ class TensorRT:
                 "export it again in such groups"
             )
 
-    def check_machine(self, build: BuildSpec, drafters: Sequence[DFlashSpec]) -> None:
+    def check_machine(self, build: BuildSpec, drafters: Sequence[DrafterSpec]) -> None:
         """UserError where TensorRT, a GPU or the plugin is missing."""
         self._machine(build)
         if drafters:

@@ -6,8 +6,9 @@ The choices by backend live here, each in one function: :func:`linear` (weight f
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import ml_dtypes
 import numpy as np
@@ -18,10 +19,13 @@ from dflow_trt.graphs import store
 from dflow_trt.graphs.builder import CONTRIB, NUMPY, GraphBuilder
 from dflow_trt.graphs.quantised import alike, packed_weights, quantised_input
 from dflow_trt.rope import rope_tables
-from dflow_trt.spec import StackSpec
+from dflow_trt.spec import DFlashSpec, DType, StackSpec
 
 U8_ZERO = np.array(128, np.uint8)
 MASKED_SCORE = -1e30  # finite: a row of -inf would make NaN of garbage rows
+
+Part = Callable[[ir.Value], ir.Value]
+"""The attention or the MLP of a layer: normed rows [B,S,E] -> what they add [B,S,E]."""
 
 
 def linear(g: GraphBuilder, name: str, x: ir.Value, weights: Sequence[str], bias: Sequence[str] = ()) -> ir.Value:
@@ -125,8 +129,9 @@ def int8_matmul(
     return g.op(name, "MatMulIntegerToFloat", *inputs, domain=CONTRIB)
 
 
-def rms_norm(g: GraphBuilder, name: str, x: ir.Value, weight: str, eps: float) -> ir.Value:
-    return g.op(name, "RMSNormalization", x, g.vector(weight), axis=-1, epsilon=eps)
+def rms_norm(g: GraphBuilder, name: str, x: ir.Value, weight: str, eps: float, dtype: DType | None = None) -> ir.Value:
+    """``dtype``: of x, where it is not the engine's."""
+    return g.op(name, "RMSNormalization", x, g.vector(weight, dtype), axis=-1, epsilon=eps)
 
 
 @dataclass(frozen=True)
@@ -221,17 +226,23 @@ def by_head(g: GraphBuilder, name: str, fused: ir.Value, counts: dict[str, int],
     """Fused projections [B,S,all heads * D] -> one [B,count,S,D] for each label of ``counts``."""
     rows = g.op(f"{name}.by_head", "Reshape", fused, g.ints(0, 0, sum(counts.values()), head_dim))
     rows = g.op(f"{name}.head_rows", "Transpose", rows, perm=[0, 2, 1, 3])
-    return g.split(name, rows, tuple(counts.values()), tuple(counts), axis=1)
+    return [rows] if len(counts) == 1 else g.split(name, rows, tuple(counts.values()), tuple(counts), axis=1)
 
 
 def normed_rotated(g: GraphBuilder, name: str, x: ir.Value, weight: str, rope: Rope, stack: StackSpec) -> ir.Value:
-    """Queries or keys [B,heads,S,D], normed a head and rotated."""
-    return rope.rotate(g, f"{name}_rope", rms_norm(g, f"{name}_norm", x, weight, stack.rms_norm_eps))
+    """Queries or keys [B,heads,S,D], normed a head (not in a Llama) and rotated."""
+    if stack.qk_norm:
+        x = rms_norm(g, f"{name}_norm", x, weight, stack.rms_norm_eps)
+    return rope.rotate(g, f"{name}_rope", x)
 
 
 @dataclass(frozen=True)
 class DecoderLayers:
-    """The decoder layers of one engine, over its own cache. ``prefix`` is the checkpoint's, e.g. "model."."""
+    """The decoder layers of one engine, over its own cache. ``prefix`` is the checkpoint's, e.g. "model.".
+
+    around(name, source, x, part): what a layer has around its attention ("<layer>.attention") and its MLP
+    ("<layer>.mlp", as ``source``); None where it is the part alone.
+    """
 
     g: GraphBuilder
     stack: StackSpec
@@ -240,28 +251,40 @@ class DecoderLayers:
     visibility: Visibility
     write_index: ir.Value
     kv_index: ir.Value
+    around: Callable[[str, str, ir.Value, Part], ir.Value] | None = None
 
     def layer(self, i: int, x: ir.Value) -> ir.Value:
         """x [B,S,E] -> the output of decoder layer i [B,S,E]."""
         g, name, source, eps = self.g, f"layers.{i}", f"{self.prefix}layers.{i}", self.stack.rms_norm_eps
+        attention = partial(self._attention, i, f"{name}.attn", source)
         normed = rms_norm(g, f"{name}.input_norm", x, f"{source}.input_layernorm.weight", eps)
-        x = g.op(f"{name}.attended", "Add", x, self._attention(i, f"{name}.attn", source, normed))
+        added = self._surrounded(f"{name}.attn", f"{source}.attention", normed, attention)
+        x = g.op(f"{name}.attended", "Add", x, added)
         normed = rms_norm(g, f"{name}.mlp_norm", x, f"{source}.post_attention_layernorm.weight", eps)
-        return g.op(f"{name}.out", "Add", x, swiglu(g, f"{name}.mlp", source, normed))
+        mlp = partial(swiglu, g, f"{name}.mlp", source)
+        return g.op(f"{name}.out", "Add", x, self._surrounded(f"{name}.mlp", f"{source}.mlp", normed, mlp))
+
+    def _surrounded(self, name: str, source: str, x: ir.Value, part: Part) -> ir.Value:
+        return part(x) if self.around is None else self.around(name, source, x, part)
 
     def _attention(self, i: int, name: str, source: str, x: ir.Value) -> ir.Value:
-        g, stack = self.g, self.stack
         q, k, v = self._project(name, source, x)
-        queries = normed_rotated(g, f"{name}.q", q, f"{source}.self_attn.q_norm.weight", self.rope, stack)
-        keys = normed_rotated(g, f"{name}.k", k, f"{source}.self_attn.k_norm.weight", self.rope, stack)
+        return self.attend(i, q, k, v, self.rope)
+
+    def attend(self, i: int, q: ir.Value, k: ir.Value, v: ir.Value, at: Rope) -> ir.Value:
+        """Projected rows k, v [B,N,S,D] go into the cache of layer i; q [B,H,R,D], at its own positions, over its live
+        part: [B,R,E]."""
+        g, stack, name, source = self.g, self.stack, f"layers.{i}.attn", f"{self.prefix}layers.{i}.self_attn"
+        queries = normed_rotated(g, f"{name}.q", q, f"{source}.q_norm.weight", at, stack)
+        keys = normed_rotated(g, f"{name}.k", k, f"{source}.k_norm.weight", self.rope, stack)
         live = [self._live(i, name, label, rows) for label, rows in (("k", keys), ("v", v))]
         mask = self.visibility.mask(stack.causal[i], stack.windows[i])
         mixed = g.op(
             f"{name}.by_row", "Transpose", attend(g, name, queries, live[0], live[1], mask, stack), perm=[0, 2, 1, 3]
         )
         joined = g.op(f"{name}.joined", "Reshape", mixed, g.ints(0, 0, stack.num_heads * stack.head_dim))
-        bias = [f"{source}.self_attn.o_proj.bias"] if stack.attention_bias else []
-        return linear(g, f"{name}.o_proj", joined, [f"{source}.self_attn.o_proj.weight"], bias)
+        bias = [f"{source}.o_proj.bias"] if stack.attention_bias else []
+        return linear(g, f"{name}.o_proj", joined, [f"{source}.o_proj.weight"], bias)
 
     def _project(self, name: str, source: str, x: ir.Value) -> Sequence[ir.Value]:
         stack = self.stack
@@ -308,6 +331,11 @@ class Vocabulary:
     head_int8: tuple[ir.ExternalTensor, ir.ExternalTensor] | None
     dead: np.ndarray | None
 
+    @property
+    def live(self) -> int | None:
+        """How many ids are tokens, the first ones of all; None where every column is one."""
+        return None if self.dead is None else int(np.count_nonzero(self.dead == 0))
+
     def embedding(self, g: GraphBuilder, name: str, ids: ir.Value) -> ir.Value:
         """ids [..] -> [..,E] in the engine's dtype; the table keeps its own."""
         rows = g.op(name, "Gather", g.weight(self.embed), ids)
@@ -315,7 +343,7 @@ class Vocabulary:
 
     def scores(self, g: GraphBuilder, x: ir.Value) -> Scores:
         """Final-normed rows [M,E] -> one score a row and vocabulary column."""
-        bias = None if self.dead is None else g.stored("head.dead", np.maximum(self.dead, _lowest(g)))
+        bias = None if self.dead is None else g.stored("head.dead", np.maximum(self.dead, lowest(g)))
         if g.lowering.weights == "float":
             assert self.head is not None
             return Scores(g.op("head", "Gemm", x, g.weight(self.head), bias, transB=1), None)
@@ -336,7 +364,21 @@ class Scores:
         return self.values if self.step is None else g.op("head.logits", "Mul", self.values, self.step)
 
 
-def _lowest(g: GraphBuilder) -> np.float32:
+def output_transform(g: GraphBuilder, drafter: DFlashSpec, x: ir.Value, dtype: DType) -> ir.Value:
+    """Draft logits x of that dtype, times output_multiplier, then softcapped.
+
+    Both keep the order of logits, so an argmax goes without them.
+    """
+    if drafter.output_multiplier != 1.0:
+        factor = g.constant("output_multiplier", np.array(drafter.output_multiplier, NUMPY[dtype]))
+        x = g.op("logits.multiplied", "Mul", x, factor)
+    if drafter.final_logit_softcapping:
+        cap = g.constant("softcap", np.array(drafter.final_logit_softcapping, NUMPY[dtype]))
+        x = g.op("logits.softcapped", "Mul", g.op("logits.tanh", "Tanh", g.op("logits.capped", "Div", x, cap)), cap)
+    return x
+
+
+def lowest(g: GraphBuilder) -> np.float32:
     """A number that stays finite in the engine's dtype, even below any logit: float16 ends at -65504."""
     return np.float32(ml_dtypes.finfo(NUMPY[g.lowering.dtype]).min) / 2  # type: ignore[no-untyped-call]
 

@@ -113,6 +113,14 @@ class GraphBuilder:
         inputs = [x, self.ints(*sizes)]
         return self._tape.op_multi_out("Split", inputs, {"axis": axis}, outputs=outputs, name=f"{name}.split")
 
+    def top_k(self, name: str, x: ir.Value, count: int) -> tuple[ir.Value, ir.Value]:
+        """The largest values along the last axis, called ``name``, and their indices; the lower index goes first."""
+        outputs = [ir.val(name), ir.val(f"{name}.indices")]
+        values, indices = self._tape.op_multi_out(
+            "TopK", [x, self.ints(count)], {"axis": -1}, outputs=outputs, name=name
+        )
+        return values, indices
+
     def constant(self, name: str, array: np.ndarray[Any, Any]) -> ir.Value:
         """A small initializer that lies in the graph itself; one value a name."""
         if name not in self._named:
@@ -149,6 +157,14 @@ class GraphBuilder:
 
     def cast(self, name: str, x: ir.Value, dtype: DType) -> ir.Value:
         return self.op(name, "Cast", x, to=int(ir.DataType.from_numpy(NUMPY[dtype])))
+
+    def widened(self, name: str, x: ir.Value) -> ir.Value:
+        """A value of the engine's dtype in float32."""
+        return x if self.lowering.dtype == "float32" else self.cast(name, x, "float32")
+
+    def narrowed(self, name: str, x: ir.Value) -> ir.Value:
+        """A float32 value in the engine's dtype."""
+        return x if self.lowering.dtype == "float32" else self.cast(name, x, self.lowering.dtype)
 
     def update_cache(self, layer: int, tensor: CacheTensor, rows: ir.Value, write_index: ir.Value) -> ir.Value:
         """Write rows [B,N,S,D] into the cache at ``write_index`` [B]; gives the whole cache [B,N,L,D].

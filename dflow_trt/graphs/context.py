@@ -14,13 +14,13 @@ from dflow_trt import contract as c
 from dflow_trt.graphs import store
 from dflow_trt.graphs.blocks import Rope, by_head, linear, normed_rotated
 from dflow_trt.graphs.builder import NUMPY, GraphBuilder
-from dflow_trt.spec import DFlashSpec
+from dflow_trt.spec import DFlashSpec, Eagle3Spec
 
 
 def build_context(g: GraphBuilder, drafter: DFlashSpec, taps: Sequence[int]) -> None:
     """``taps`` are the layers packed in ``hidden``; the drafter reads its own columns of them."""
     stack, positions, write_index = drafter.stack, g.input(c.POSITION_IDS), g.input(c.WRITE_INDEX)
-    h = _project(g, drafter, _own_columns(g, drafter, taps))
+    h = _project(g, drafter, own_columns(g, drafter, taps))
     rope = Rope.of(g, stack, positions)
     x = h if g.lowering.dtype == "float32" else g.cast("h.cast", h, g.lowering.dtype)
     for i in range(stack.num_layers):
@@ -33,14 +33,14 @@ def build_context(g: GraphBuilder, drafter: DFlashSpec, taps: Sequence[int]) -> 
         g.update_cache(i, "v", v, write_index)
 
 
-def _own_columns(g: GraphBuilder, drafter: DFlashSpec, taps: Sequence[int]) -> ir.Value:
+def own_columns(g: GraphBuilder, drafter: DFlashSpec | Eagle3Spec, taps: Sequence[int]) -> ir.Value:
     """This drafter's taps in its own order, out of the packed ones."""
     hidden = g.input(c.HIDDEN)
-    if tuple(taps) == drafter.target_layer_ids:
+    if tuple(taps) == drafter.taps:
         return hidden
     width = drafter.target_hidden_size
     parts = g.split("hidden", hidden, [width] * len(taps), [f"tap_{tap}" for tap in taps])
-    own = [parts[taps.index(tap)] for tap in drafter.target_layer_ids]
+    own = [parts[taps.index(tap)] for tap in drafter.taps]
     return g.op("hidden.own", "Concat", *own, axis=-1)
 
 

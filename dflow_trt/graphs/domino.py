@@ -13,7 +13,7 @@ import onnx_ir as ir
 from dflow_trt import contract as c
 from dflow_trt.graphs.blocks import Vocabulary, argmax, silu, stored_matrix, times
 from dflow_trt.graphs.builder import GraphBuilder
-from dflow_trt.spec import DFlashSpec
+from dflow_trt.spec import DFlashSpec, DominoSpec
 
 
 def draft_in_turn(g: GraphBuilder, drafter: DFlashSpec, vocabulary: Vocabulary, z: ir.Value, base: ir.Value) -> None:
@@ -68,7 +68,7 @@ class _Gru:
     """torch.nn.GRU of one layer without biases, a token at a time; its weights hold the gates in the order r, z, n."""
 
     def __init__(self, g: GraphBuilder, drafter: DFlashSpec) -> None:
-        assert drafter.head is not None
+        assert isinstance(drafter.head, DominoSpec)
         self._g, self._size = g, drafter.head.state_size
         self._input = stored_matrix(g, "domino.gru.input", ["prefix_gru.weight_ih_l0"], shared=True)
         self._hidden = stored_matrix(g, "domino.gru.hidden", ["prefix_gru.weight_hh_l0"], shared=True)

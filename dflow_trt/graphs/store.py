@@ -109,6 +109,12 @@ class WeightFile:
         self._file: IO[bytes] = self.path.open("wb")
         self._hash = hashlib.sha256()
         self._offset = 0
+        self._written: dict[str, ir.ExternalTensor] = {}
+        self._reused: dict[str, ir.ExternalTensor] = {}
+
+    def reuse(self, other: WeightFile) -> None:
+        """What lies in another file of the folder already is not written again under the same name."""
+        self._reused |= other._written
 
     def close(self) -> None:
         self._file.close()
@@ -143,11 +149,37 @@ class WeightFile:
         self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], chunks: Iterator[Array]
     ) -> ir.ExternalTensor:
         """Write a tensor that arrives in pieces along its first axis; cast on the way."""
+        if name in self._reused:
+            return self._reused[name]
         self._write(b"\0" * (-self._offset % ALIGNMENT))
         start = self._offset
         for chunk in chunks:
             self._write(np.ascontiguousarray(chunk, dtype).reshape(-1).view(np.uint8).data)
-        return external(self.path, name, start, self._offset - start, shape, ir.DataType.from_numpy(dtype))
+        kind = ir.DataType.from_numpy(dtype)
+        self._written[name] = external(self.path, name, start, self._offset - start, shape, kind)
+        return self._written[name]
+
+
+def table(
+    data: WeightFile, weights: Weights, name: str, label: str, rows: int, dtype: np.dtype[Any]
+) -> ir.ExternalTensor:
+    """A vocabulary table [rows,E], zero rows behind the checkpoint's; streamed."""
+    given, width = weights.shape(name)
+
+    def chunks() -> Iterator[Array]:
+        for _, chunk in row_chunks(weights, name):
+            yield chunk
+        yield np.zeros((rows - given, width), dtype)
+
+    return data.add_chunks(label, (rows, width), dtype, chunks())
+
+
+def int8_table(
+    data: WeightFile, weights: Weights, name: str, label: str, rows: int
+) -> tuple[ir.ExternalTensor, ir.ExternalTensor]:
+    """A head as int8 [E,rows] with a float32 scale [rows]."""
+    array, scale = quantised(weights, [name], padded=rows)
+    return data.add(label, array), data.add(f"{label}_scale", scale)
 
 
 def external(

@@ -1,4 +1,7 @@
-"""The target engine: Qwen3 over a slot KV cache, with its tapped layers packed for the drafters."""
+"""The target engine: Qwen3 over a slot KV cache, with its tapped layers packed for the drafters.
+
+A draft model is one without taps, whose logits nobody asks for.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +42,10 @@ def _predict(g: GraphBuilder, target: TargetSpec, vocabulary: Vocabulary, x: ir.
     scores = vocabulary.scores(g, flat)
     shape = g.op("head.shape", "Shape", rows)
     g.output(c.NEXT_IDS, g.op("next_ids", "Reshape", argmax(g, "argmax", scores.values), shape))
-    width = g.ints(g.contract.static["V"])
-    shape = g.op("logits.shape", "Concat", shape, width, axis=0)
-    g.output(c.LOGITS, g.op("logits", "Reshape", scores.logits(g), shape))
+    if c.LOGITS in g.contract.outputs:
+        width = g.ints(g.contract.static["V"])
+        shape = g.op("logits.shape", "Concat", shape, width, axis=0)
+        g.output(c.LOGITS, g.op("logits", "Reshape", scores.logits(g), shape))
 
 
 def _extract(g: GraphBuilder, taps: Sequence[ir.Value]) -> None:

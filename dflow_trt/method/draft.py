@@ -20,11 +20,6 @@ def block_ids(anchors_B: Sequence[int], mask_id: int, block_size: int) -> Ids:
     return ids_BJ
 
 
-def positions(first_B: Ids, rows: int) -> Ids:
-    """[B,rows]: absolute positions first, first + 1, ... of each request."""
-    return first_B[:, None] + np.arange(rows)
-
-
 def draft_length(num_drafts: int, remaining: int, limit: int | None) -> int:
     """k_r, the drafts worth verifying: a round emits up to k_r + 1 tokens, and ``remaining`` may still be emitted."""
     return max(0, min(num_drafts, remaining - 1, num_drafts if limit is None else limit))

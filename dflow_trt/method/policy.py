@@ -72,7 +72,7 @@ class LineCost:
     spread: float = 0.0
     product: float = 0.0
 
-    def record(self, rows: int, milliseconds: float) -> None:
+    def record(self, rows: float, milliseconds: float) -> None:
         """One timed call: the decayed means and moments, in one pass (Welford's update)."""
         if self.weight:
             milliseconds = min(milliseconds, OUTLIER * self.at(rows))
@@ -92,11 +92,25 @@ class LineCost:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A request that could be drafted for: by which drafter, at most how many drafts, what was accepted so far."""
+    """A request that could be drafted for: by which drafter, at most how many drafts, what was accepted so far.
+
+    serial: the drafts are made one after another.
+    """
 
     drafter: str
     limit: int
     acceptance: Acceptance
+    serial: bool = False
+
+
+def draft_load(requests: Sequence[Candidate | None], lengths: Sequence[int]) -> float:
+    """The size of drafting so many for each request: 0 for none, else rows, where a step of its own counts ``KNEE``
+    rows more. Drafts made at once are one step; those made one after another, a step each."""
+    drafted = [(request, length) for request, length in zip(requests, lengths, strict=True) if request and length]
+    if not drafted:
+        return 0.0
+    steps = max(length if request.serial else 1 for request, length in drafted)
+    return steps * (KNEE + len(drafted)) - KNEE
 
 
 class FixedLength:
@@ -109,8 +123,8 @@ class FixedLength:
     def accepted(self, request: Candidate, drafted: int, accepted: int) -> None:
         """What a round accepted of a request's drafts."""
 
-    def timed(self, batch: int, rows: int, verify: float, draft: float) -> None:
-        """What a round of ``batch`` requests took: milliseconds of drafting, and of all else with ``rows`` rows."""
+    def timed(self, rows: int, verify: float, load: float, draft: float) -> None:
+        """What a round took: milliseconds of drafting (see :func:`draft_load`), and of all else with ``rows`` rows."""
 
 
 class AdaptiveLength(FixedLength):
@@ -129,7 +143,7 @@ class AdaptiveLength(FixedLength):
         if not limit:
             return [0] * len(requests)
         survival = [self._survival(request) for request in requests]
-        self._width = self._best_width(survival, limit)
+        self._width = self._best_width(requests, survival, limit)
         self._rounds += 1
         if self._rounds % PROBE == 0:
             return [0 if self._width else min(1, len(each)) for each in survival]
@@ -145,34 +159,38 @@ class AdaptiveLength(FixedLength):
     def _of(self, drafter: str) -> Acceptance:
         return self._drafters.setdefault(drafter, Acceptance(DRAFTER_MEMORY))
 
-    def _best_width(self, survival: Sequence[Rates], limit: int) -> int:
+    def _best_width(self, requests: Sequence[Candidate | None], survival: Sequence[Rates], limit: int) -> int:
         gains = np.zeros(limit + 1)
         gains[0] = len(survival)
         for each in survival:
             gains[1 : len(each) + 1] += each
-        rates = np.cumsum(gains) / self._milliseconds(len(survival), limit)
+        rates = np.cumsum(gains) / self._milliseconds(requests, limit)
         best = int(rates.argmax())
         present = limit if self._width is None else min(self._width, limit)
         return best if rates[best] > MARGIN * rates[present] else present
 
-    def _milliseconds(self, batch: int, limit: int) -> Rates:
+    def _milliseconds(self, requests: Sequence[Candidate | None], limit: int) -> Rates:
         """[limit + 1]: a round's time by its drafts."""
         if not self._target.weight:
             return np.ones(limit + 1)
-        times = np.array([self._target.at(batch * (width + 1)) for width in range(limit + 1)])
-        times[1:] += self._draft.at(batch) if self._draft.weight else 0.0
+        times = np.array([self._target.at(len(requests) * (width + 1)) for width in range(limit + 1)])
+        if self._draft.weight:
+            times[1:] += [self._draft.at(self._load(requests, width)) for width in range(1, limit + 1)]
         return times
+
+    def _load(self, requests: Sequence[Candidate | None], width: int) -> float:
+        return draft_load(requests, [min(width, request.limit) if request else 0 for request in requests])
 
     def accepted(self, request: Candidate, drafted: int, accepted: int) -> None:
         """See :meth:`FixedLength.accepted`. Rounds without drafts count: what was learnt fades, and hope returns."""
         request.acceptance.record(drafted, accepted, request.limit)
         self._of(request.drafter).record(drafted, accepted, request.limit)
 
-    def timed(self, batch: int, rows: int, verify: float, draft: float) -> None:
+    def timed(self, rows: int, verify: float, load: float, draft: float) -> None:
         """See :meth:`FixedLength.timed`."""
         self._target.record(rows, verify)
-        if draft:
-            self._draft.record(batch, draft)
+        if load:
+            self._draft.record(load, draft)
 
 
 def check_policy(name: str) -> None:

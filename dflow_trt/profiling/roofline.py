@@ -70,10 +70,11 @@ def target_engine(bundle: Bundle) -> Engine:
     return _engine(bundle, bundle.target.stack, bundle.target.vocab_size, form)
 
 
-def drafter_engine(bundle: Bundle, drafter: str) -> Engine:
-    """A drafter as the bundle runs it, its head among it."""
+def drafter_engine(bundle: Bundle, drafter: str) -> Engine | None:
+    """A drafter as the bundle runs it, its head among it; None where it has no layers."""
     spec = bundle.drafters[drafter].spec
-    return _engine(bundle, spec.stack, spec.vocab_size, bundle.build.draft_weights)
+    stack = spec.decoder
+    return _engine(bundle, stack, spec.draft_vocab, bundle.build.draft_weights) if stack else None
 
 
 def _engine(bundle: Bundle, stack: StackSpec, vocab: int, form: WeightForm) -> Engine:
@@ -84,7 +85,7 @@ def _engine(bundle: Bundle, stack: StackSpec, vocab: int, form: WeightForm) -> E
 def working_set(bundle: Bundle) -> int:
     """Bytes that a round of the largest drafter reads, but for caches."""
     engines = [target_engine(bundle), *(drafter_engine(bundle, name) for name in bundle.drafters)]
-    sizes = [(engine.matrices + engine.head) * engine.item for engine in engines]
+    sizes = [(engine.matrices + engine.head) * engine.item for engine in engines if engine]
     return sizes[0] + max(sizes[1:], default=0)
 
 
@@ -100,12 +101,23 @@ def _passes(bundle: Bundle, cost: RoundCost, roof: Roof) -> list[PassWork]:
     rows = cost.drafts + 1
     work = target_engine(bundle).work(cost.batch, rows, rows, cost.context)
     found = [_held(cost, "verify", form_of(bundle, bundle.build.target_form), work, roof)]
-    drafter = bundle.strategy(cost.strategy).drafter
-    if drafter is not None and cost.drafts:
-        spec = bundle.drafters[drafter].spec
-        work = drafter_engine(bundle, drafter).work(cost.batch, spec.block_size, spec.num_drafts, cost.context)
-        found.append(_held(cost, "draft", form_of(bundle, bundle.build.draft_weights), work, roof))
+    drafting = _draft_work(bundle, cost)
+    if drafting is not None:
+        found.append(_held(cost, "draft", form_of(bundle, bundle.build.draft_weights), drafting, roof))
     return found
+
+
+def _draft_work(bundle: Bundle, cost: RoundCost) -> Work | None:
+    """All drafts of a round: one call, or one a draft where they are made one after another."""
+    drafter = bundle.strategy(cost.strategy).drafter
+    engine = drafter_engine(bundle, drafter) if drafter is not None else None
+    if drafter is None or engine is None or not cost.drafts:
+        return None
+    spec = bundle.drafters[drafter].spec
+    if not spec.serial:
+        return engine.work(cost.batch, spec.draft_rows, spec.num_drafts, cost.context)
+    step = engine.work(cost.batch, 1, 1, cost.context)
+    return Work(cost.drafts * step.bytes, cost.drafts * step.operations)
 
 
 def _held(cost: RoundCost, stage: str, form: str, work: Work, roof: Roof) -> PassWork:

@@ -205,7 +205,7 @@ def subject_of(bundle: Bundle) -> Subject:
         draft_weights=build.draft_weights,
         max_batch_size=build.max_batch_size,
         max_seq_len=build.max_seq_len,
-        drafters={spec.name: spec.block_size for spec in bundle.specs},
+        drafters={spec.name: spec.verify_rows for spec in bundle.specs},
     )
 
 

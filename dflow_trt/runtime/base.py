@@ -17,7 +17,8 @@ class Runtime(Protocol):
     """Engines over a fixed number of slots.
 
     A slot is one row of every KV cache and of ``pending_h``. The tensors that the contract calls "device" stay inside
-    the runtime: the target leaves ``hidden`` for the context, the context ``h``, the relay ``block_embeds``.
+    the runtime: the target leaves ``hidden`` for the context, the context ``h``, the relay ``block_embeds``. The rows
+    of ``h`` that are kept are ``pending_h`` of later calls.
     """
 
     @property
@@ -35,7 +36,8 @@ class Runtime(Protocol):
         ...
 
     def keep_pending(self, drafter: str, rows: Mapping[int, int], slots: range) -> None:
-        """Keep ``h`` of the last context call (on ``slots``): the first rows[slot] rows of each slot named there."""
+        """Keep ``h`` of the drafter's last call that gave it (on ``slots``): the first rows[slot] rows of each slot
+        named there."""
         ...
 
     def swap(self, a: int, b: int, rows: int) -> None:

@@ -19,7 +19,6 @@ from dflow_trt import contract as c
 from dflow_trt.bundle import Bundle, check_backend
 from dflow_trt.errors import UserError
 from dflow_trt.runtime.base import Array
-from dflow_trt.spec import DFlashSpec
 
 NUMPY_KINDS: dict[str, Any] = {"int64": np.int64, "bool": np.bool_, "float32": np.float32, "engine": np.float32}
 MAX_THREADS = 512  # far more than cores only slows down, and very many never start
@@ -61,7 +60,11 @@ class OrtRuntime:
         self._scratch: dict[str, Array] = {}
         self._h: dict[str, Array] = {}
         self.caches = {key: self._cache(contract) for key, contract in self._contracts.items()}
-        self.pending = {spec.name: _pending(self.slots, spec) for spec in bundle.specs if spec.relay}
+        self.pending = {
+            str(name): _pending(self.slots, contract)
+            for (_, name), contract in self._contracts.items()
+            if c.PENDING_H in contract.inputs
+        }
         self._share_drafter_caches()
 
     def _cache(self, contract: c.EngineContract) -> list[Array]:
@@ -94,7 +97,7 @@ class OrtRuntime:
         for name, array in feeds.items():
             np.copyto(binding.inputs[name], array)
         self._sessions[engine, drafter].run_with_iobinding(binding.io)
-        if engine == c.CONTEXT:
+        if c.H.name in binding.outputs:
             self._h[str(drafter)] = binding.outputs[c.H.name]
         return [binding.outputs[name] for name in fetch]
 
@@ -173,9 +176,9 @@ class OrtRuntime:
         self._bindings.clear()
 
 
-def _pending(slots: int, drafter: DFlashSpec) -> Array:
-    """The h rows that wait for the next relay, [slots,J,E]."""
-    return np.zeros((slots, drafter.block_size, drafter.stack.hidden_size), np.float32)
+def _pending(slots: int, reader: c.EngineContract) -> Array:
+    """The h rows that wait for the next draft, [slots,J,E]; zeroed."""
+    return np.zeros((slots, reader.static["J"], reader.static["E"]), np.float32)
 
 
 def usable_cores() -> int:
@@ -189,7 +192,7 @@ def _engine_threads(contract: c.EngineContract, threads: int) -> int:
     With more, ONNX Runtime splits the product of one head's weights and values among threads and sums it in another
     order from some 128 cache rows on: results would depend on the batch, on the rows of a call and on the machine.
     """
-    return min(threads, contract.static["N"]) if contract.engine in (c.TARGET, c.DRAFTER) else threads
+    return min(threads, contract.static["N"]) if c.KV_INDEX in contract.inputs else threads
 
 
 def _checked_threads(threads: int | None) -> int:

@@ -8,19 +8,26 @@ from pathlib import Path
 from typing import Any
 
 from dflow_trt.files import staged_folder
-from dflow_trt.training.model import Drafter
-from dflow_trt.training.plan import RECORD, Plan
+from dflow_trt.training.options import RECORD
+from dflow_trt.training.plan import Plan
+from dflow_trt.training.shapes import BlockShape, DraftModelShape, Eagle3Shape
 from dflow_trt.training.simulate import Tally
+from dflow_trt.training.trainee import Trainee
 
-TITLES = {"dflash": "DFlash drafter", "self-conditioned": "Self-conditioned DFlash drafter", "dflow": "DFlow drafter"}
+TITLES = {
+    "dflash": "DFlash drafter",
+    "self-conditioned": "Self-conditioned DFlash drafter",
+    "dflow": "DFlow drafter",
+    "draft-model": "Draft model",
+    "eagle3": "EAGLE-3 head",
+}
 
 CARD = """---
 library_name: dflow-trt
 ---
 # {title} for {target}
 
-A block drafter (DFlash, arXiv 2602.06036{parts}) of {layers} and {parameters:,} parameters: blocks of
-{block}, taps {taps}. Trained {start}for {steps} steps on the target's own answers to {prompts} prompts
+{what}. Trained {start}for {steps} steps on the target's own answers to {prompts} prompts
 ({tokens:,} tokens), {how}. Seed {seed}; {seconds} of processor time for the steps.
 
     {command}
@@ -38,7 +45,7 @@ accepted drafts do not:
 
 def write_drafter(
     output: Path,
-    drafter: Drafter,
+    trainee: Trainee,
     plan: Plan,
     figures: dict[str, Any],
     played: dict[str, list[Tally]],
@@ -58,7 +65,7 @@ def write_drafter(
         "held_out": {name: [astuple(tally) for tally in tallies] for name, tallies in played.items()},
     }
     with staged_folder(output, replace, "move it, then go on with --resume") as folder:
-        drafter.save(folder)
+        trainee.save(folder)
         (folder / "model.safetensors").chmod(0o644)  # safetensors makes it its user's alone
         (folder / RECORD).write_text(json.dumps(record) + "\n", encoding="utf-8")
         (folder / "README.md").write_text(card(plan, figures, command), encoding="utf-8")
@@ -69,11 +76,7 @@ def card(plan: Plan, figures: dict[str, Any], command: str) -> str:
     return CARD.format(
         title=TITLES[plan.options.mode],
         target=plan.target.path.resolve().name,
-        parts=_parts(plan),
-        layers=f"{plan.shape.layers} layer{'s' * (plan.shape.layers > 1)}",
-        parameters=figures["parameters"],
-        block=plan.shape.block_size,
-        taps=", ".join(map(str, plan.shape.taps)),
+        what=_what(plan, figures),
         start=f"on from `{plan.source.path.name}` " if plan.source else "",
         steps=figures["steps"],
         prompts=len(plan.training),
@@ -88,14 +91,36 @@ def card(plan: Plan, figures: dict[str, Any], command: str) -> str:
     )
 
 
-def _parts(plan: Plan) -> str:
+def _what(plan: Plan, figures: dict[str, Any]) -> str:
+    """The drafter's kind and sizes, in words."""
+    shape, size = plan.shape, f"{figures['parameters']:,} parameters"
+    if isinstance(shape, DraftModelShape):
+        sizes = f"{_layers(shape.layers)}, hidden size {shape.hidden_size}, {size}"
+        return f"A smaller Qwen3 model with the target's tokenizer: {sizes}"
+    taps = ", ".join(map(str, shape.taps))
+    if isinstance(shape, Eagle3Shape):
+        vocab = f"{shape.draft_vocab} ids, {figures['draft_vocab_share']:.1%} of the answers' tokens"
+        return f"An EAGLE-3 head (arXiv 2503.01840) of {size}: taps {taps}, a draft\nvocabulary of {vocab}"
+    sizes = f"{_layers(shape.layers)} and {size}: blocks of\n{shape.block_size}, taps {taps}"
+    return f"A block drafter (DFlash, arXiv 2602.06036{_parts(shape)}) of {sizes}"
+
+
+def _layers(count: int) -> str:
+    return f"{count} layer{'s' * (count > 1)}"
+
+
+def _parts(shape: BlockShape) -> str:
     """What the drafter has beside DFlash's parts."""
-    relay = "; with the relay of DFlow, arXiv 2609.06498" * (plan.shape.relay_start is not None)
-    return relay + "; with the causal head of Domino, arXiv 2605.29707" * (plan.shape.head is not None)
+    relay = "; with the relay of DFlow, arXiv 2609.06498" * (shape.relay_start is not None)
+    return relay + "; with the causal head of Domino, arXiv 2605.29707" * (shape.head is not None)
 
 
 def _how(plan: Plan) -> str:
-    """The rounds of a step, in words."""
+    """What a step does, in words."""
+    if isinstance(plan.shape, DraftModelShape):
+        return f"by next-token cross-entropy; a round has {plan.shape.num_drafts} drafts"
+    if isinstance(plan.shape, Eagle3Shape):
+        return f"unrolled over the {plan.shape.num_drafts} drafts of a round on its own features"
     rounds, relay = plan.options.conditioned_rounds, ", given what the target made of them"
     more = (
         f" and {rounds} more, each from where the drafts before were rejected{relay * (plan.options.mode == 'dflow')}"

@@ -11,28 +11,27 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import GenerationConfig, Qwen3ForCausalLM
 from transformers.utils import logging
 
 from dflow_trt.errors import UserError
+from dflow_trt.training.block import BlockTrainee
 from dflow_trt.training.cache import AnswerSettings, Ids, answered, digest
 from dflow_trt.training.card import write_drafter
 from dflow_trt.training.compute import Compute
 from dflow_trt.training.data import Batch, Trajectory, collate
+from dflow_trt.training.draft_model import DraftModelTrainee
+from dflow_trt.training.eagle3 import Eagle3Trainee
 from dflow_trt.training.generate import generate_trajectories
 from dflow_trt.training.loop import DrafterTraining, Reader, load_state, save_state
-from dflow_trt.training.model import Drafter, extended, head_fields
-from dflow_trt.training.plan import DrafterSource, Plan, Prompt
+from dflow_trt.training.options import Options, Prompt
+from dflow_trt.training.plan import Plan
 from dflow_trt.training.progress import Report, Silent
-from dflow_trt.training.recipe import DrafterSettings, OptimiserSettings
-from dflow_trt.training.simulate import Tally, simulate, tau_accepted, tau_emitted
-from dflow_trt.training.target import FrozenTarget
+from dflow_trt.training.recipe import OptimiserSettings
+from dflow_trt.training.shapes import DraftModelShape, Eagle3Shape
+from dflow_trt.training.simulate import Tally, play, tau_accepted, tau_emitted
+from dflow_trt.training.trainee import Trainee
 
-SHARED_KEYS = (
-    *("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
-    *("hidden_act", "rms_norm_eps", "initializer_range", "max_position_embeddings"),
-    *("rope_parameters", "rope_theta", "rope_scaling"),
-)
 TIMED_STEPS, TIMED_TOKENS = 2, 8
 WARMUP_SHARE = 0.04
 
@@ -57,60 +56,6 @@ def load_target(plan: Plan, compute: Compute) -> Any:
     return model
 
 
-def make_drafter(plan: Plan, model: Any, target: FrozenTarget) -> Drafter:
-    """The drafter before its first step: new, or that of `--from`; relay and head that it lacks add nothing yet."""
-    with torch.random.fork_rng():
-        torch.manual_seed(plan.options.seed)
-        if plan.source is None:
-            drafter = Drafter(_new_config(plan, model))
-            drafter.norm.weight.data.copy_(target.final_norm_E)  # both feed the same head
-        else:
-            drafter = _read_drafter(plan.source)
-        relay_start = None if drafter.has_relay else plan.shape.relay_start
-        head = None if drafter.head else plan.shape.head
-        return extended(drafter, relay_start, head) if relay_start or head else drafter
-
-
-def _new_config(plan: Plan, model: Any) -> Any:
-    known, shape = model.config.to_dict(), plan.shape
-    config: Any = Qwen3Config  # which takes any further keys
-    return config(
-        **{key: known[key] for key in SHARED_KEYS if key in known},
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.layers,
-        tie_word_embeddings=False,
-        use_sliding_window=False,
-        block_size=shape.block_size,
-        num_target_layers=plan.target.spec.stack.num_layers,
-        dflash_config={"mask_token_id": shape.mask_token_id, "target_layer_ids": list(shape.taps)},
-    )
-
-
-def _read_drafter(source: DrafterSource) -> Drafter:
-    """A checkpoint in the z-lab layout, in float32, whichever of the two places its drafting keys are in."""
-    spec = source.spec
-    fields = Qwen3Config.from_pretrained(source.path).to_dict()
-    fields = {key: value for key, value in fields.items() if key not in ("dtype", "torch_dtype", "dflow_config")}
-    taps = {"mask_token_id": spec.mask_token_id, "target_layer_ids": list(spec.target_layer_ids)}
-    taps |= head_fields(spec.head) if spec.head else {}
-    fields |= {"dflash_config": taps, "block_size": spec.block_size, "num_target_layers": spec.num_target_layers}
-    fields |= {"dflow_config": {"relay_start": spec.relay.start}} if spec.relay else {}
-    drafter = Drafter(Qwen3Config.from_dict(fields))
-    names = list(drafter.state_dict())
-    drafter.load_state_dict({name: torch.from_numpy(source.read(name).astype(np.float32)) for name in names})
-    return drafter
-
-
-def drafter_settings(plan: Plan) -> DrafterSettings:
-    """The flags as the training loop takes them."""
-    options = plan.options
-    warmup = min(50, max(1, round(WARMUP_SHARE * options.steps)))
-    optimiser = OptimiserSettings(options.steps, options.learning_rate, warmup_steps=warmup)
-    rounds, relay = 1 + options.conditioned_rounds, options.mode == "dflow"
-    roll_out = options.rollout != "teacher-forced"
-    return DrafterSettings(optimiser, options.anchors, rounds, relay and rounds > 1, options.decay, roll_out)
-
-
 @dataclass(frozen=True)
 class Bench:
     """The parts of a job: what trains, on what, and what it is measured on.
@@ -120,7 +65,7 @@ class Bench:
 
     plan: Plan
     compute: Compute
-    target: FrozenTarget
+    trainee: Trainee
     training: DrafterTraining
     held_out: dict[float, list[Trajectory]]
     tokens: int
@@ -131,10 +76,12 @@ class Bench:
 
     def tallies(self, relay: bool | None = None, temperature: float = 0.0) -> list[Tally]:
         """Counts of each held-out prompt."""
-        drafter = self.training.drafter
-        relay = drafter.has_relay if relay is None else relay
+        trainee = self.trainee
+        relay = trainee.relays if relay is None else relay
+        self.training.drafter.eval()
         with self.compute.autocast():
-            return simulate(drafter.eval(), self.target, self.held_out[temperature], pad_id(self.plan), relay)
+            chosen = self.held_out[temperature]
+            return play(trainee.reader, lambda read: trainee.rounds(read, relay), chosen, pad_id(self.plan))
 
 
 def _tau(tallies: Sequence[Tally]) -> Tau:
@@ -155,23 +102,38 @@ def prepare(plan: Plan, compute: Compute, cache: Path, report: Report) -> Bench:
     }
     training = answers(plan, compute, model, plan.training, cache, plan.options.temperature, "answers", report)
     tokens = sum(len(trajectory.response_ids) for trajectory in training)
-    if tokens < plan.shape.block_size or not all(held_out.values()):
+    if tokens <= plan.shape.num_drafts or not all(held_out.values()):
         found = f"{tokens} tokens to train on and {min(map(len, held_out.values()))} answers held out"
         raise UserError(f"--prompts: the target's answers of 2 tokens or more give {found}; give more prompts")
-    target = FrozenTarget(model, plan.shape.taps)
-    return Bench(plan, compute, target, make_training(plan, compute, model, target, training), held_out, tokens)
+    trainee = make_trainee(plan, model, training)
+    return Bench(plan, compute, trainee, make_training(plan, compute, trainee, training), held_out, tokens)
+
+
+def make_trainee(plan: Plan, model: Any, trajectories: Sequence[Trajectory]) -> Trainee:
+    """The drafter before its first step."""
+    shape = plan.shape
+    if isinstance(shape, DraftModelShape):
+        return DraftModelTrainee(plan, shape, model)
+    if isinstance(shape, Eagle3Shape):
+        return Eagle3Trainee(plan, shape, model, trajectories)
+    return BlockTrainee(plan, shape, model)
 
 
 def make_training(
-    plan: Plan, compute: Compute, model: Any, target: FrozenTarget, trajectories: Sequence[Trajectory]
+    plan: Plan, compute: Compute, trainee: Trainee, trajectories: Sequence[Trajectory]
 ) -> DrafterTraining:
     """The loop at its first step; trajectories of similar lengths share a batch."""
     by_length, size, options = sorted(trajectories, key=len), plan.options.batch_size, plan.options
     groups = [by_length[at : at + size] for at in range(0, len(by_length), size)]
     batches: list[Batch] = [collate(group, pad_id(plan)) for group in groups]
-    drafter, reader = make_drafter(plan, model, target), Reader(target, batches)
-    settings = drafter_settings(plan)
-    return DrafterTraining(drafter, target, reader, settings, options.seed, options.accumulate, compute)
+    reader, settings = Reader(trainee.reader, batches), optimiser_settings(options)
+    return DrafterTraining(trainee.loss, reader, settings, options.seed, options.accumulate, compute)
+
+
+def optimiser_settings(options: Options) -> OptimiserSettings:
+    """The flags as the optimiser takes them."""
+    warmup = min(50, max(1, round(WARMUP_SHARE * options.steps)))
+    return OptimiserSettings(options.steps, options.learning_rate, warmup_steps=warmup)
 
 
 def answers(
@@ -248,7 +210,7 @@ def train(
         return {}
     played = play_held_out(bench)
     figures = collect_figures(bench, taus, played, time.perf_counter() - start)
-    write_drafter(output, bench.training.drafter, plan, figures, played, command, force)
+    write_drafter(output, bench.trainee, plan, figures, played, command, force)
     checkpoint.unlink(missing_ok=True)
     return {"output": str(output), **figures}
 
@@ -275,7 +237,7 @@ def run_steps(bench: Bench, checkpoint: Path, taus: dict[int, Tau], report: Repo
     report.stage("training", options.steps, training.step)
     while training.step < options.steps:
         loss = training.advance()
-        report.advance(training.step, f"loss {loss:.3f}, by slot {_by_slot(training)}")
+        report.advance(training.step, f"loss {loss:.3f}, by draft {_by_draft(training)}")
         due = training.step % options.interval == 0 or training.step == options.steps
         if due and bench.compute.first:
             taus[training.step] = bench.measure()
@@ -284,7 +246,7 @@ def run_steps(bench: Bench, checkpoint: Path, taus: dict[int, Tau], report: Repo
     return taus
 
 
-def _by_slot(training: DrafterTraining) -> str:
+def _by_draft(training: DrafterTraining) -> str:
     return " ".join(f"{loss:.1f}" for loss in training.slot_losses)
 
 
@@ -295,7 +257,7 @@ def _shown(tau: Tau) -> str:
 def play_held_out(bench: Bench) -> dict[str, list[Tally]]:
     """Counts of each held-out prompt, greedy and sampled, without the relay too: drafters compare prompt by prompt."""
     ways: dict[str, tuple[bool | None, float]] = {"greedy": (None, 0.0), "sampled": (None, 1.0)}
-    if bench.training.drafter.has_relay:
+    if bench.trainee.relays:
         ways |= {"relay_off": (False, 0.0), "relay_off_sampled": (False, 1.0)}
     return {name: bench.tallies(*way) for name, way in ways.items()}
 
@@ -314,6 +276,7 @@ def collect_figures(
         "held_out_prompts": len(played["greedy"]),
         "training_tokens": bench.tokens,
         "parameters": count_parameters(training.drafter),
+        **bench.trainee.facts,
         "seconds": round(seconds, 1),
         "training_cpu_seconds": round(training.seconds, 1),
         "processes": bench.compute.count,
@@ -333,12 +296,13 @@ def estimate(plan: Plan, compute: Compute | None = None) -> dict[str, Any]:
     """What a job would take: sizes, and times from a few steps on made-up answers of full length. Writes nothing."""
     compute, options = compute or Compute.start(), plan.options
     model = load_target(plan, compute)
-    target = FrozenTarget(model, plan.shape.taps)
-    chosen = plan.training[: options.batch_size * options.accumulate]
-    training = make_training(plan, compute, model, target, _made_up(chosen, plan))
+    made_up = _made_up(plan.training[: options.batch_size * options.accumulate], plan)
+    training = make_training(plan, compute, make_trainee(plan, model, made_up), made_up)
     drafter, total = training.drafter, len(plan.training) + 2 * len(plan.held_out)
     training.advance()  # the first step reads the batch and allocates
+    first = training.seconds
     step = _seconds(lambda: [training.advance() for _ in range(TIMED_STEPS)]) / TIMED_STEPS
+    busy = (training.seconds - first) / TIMED_STEPS
     few = [prompt.ids for prompt in plan.training[:16]]
     token = _seconds(lambda: generate(plan, model, few, min(TIMED_TOKENS, options.max_new_tokens), 0.0, 0))
     token /= len(few) * min(TIMED_TOKENS, options.max_new_tokens)
@@ -355,6 +319,7 @@ def estimate(plan: Plan, compute: Compute | None = None) -> dict[str, Any]:
         "weights_and_optimiser_bytes": memory,
         "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else _peak_resident_bytes(),
         "seconds_a_step": round(step, 4),
+        "cpu_seconds_a_step": round(busy, 4),
         "training_seconds": round(training_s, 1),
         "answers_seconds": round(answers_s, 1),
         "device_hours": round((training_s + answers_s) * compute.count / 3600, 3),

@@ -16,10 +16,8 @@ from dflow_trt.errors import UserError
 from dflow_trt.files import staged_file
 from dflow_trt.training.compute import Compute
 from dflow_trt.training.data import Batch
-from dflow_trt.training.model import Drafter
-from dflow_trt.training.recipe import DrafterSettings, Optimiser, RolloutLoss
-from dflow_trt.training.rollout import spread_anchors
-from dflow_trt.training.target import FrozenTarget, ReadBatch
+from dflow_trt.training.recipe import DrafterLoss, Optimiser, OptimiserSettings
+from dflow_trt.training.target import BatchReader, ReadBatch
 
 READ_BYTES = 2 * 2**30
 """Features, keys and values of batches that are kept in memory; batches beyond that are read anew every time."""
@@ -28,7 +26,7 @@ READ_BYTES = 2 * 2**30
 class Reader:
     """Batches as the target reads them, each once while they fit into memory."""
 
-    def __init__(self, target: FrozenTarget, batches: Sequence[Batch], limit: int = READ_BYTES) -> None:
+    def __init__(self, target: BatchReader, batches: Sequence[Batch], limit: int = READ_BYTES) -> None:
         self._target, self._batches, self._left = target, batches, limit
         self._kept: dict[int, ReadBatch] = {}
 
@@ -49,24 +47,23 @@ class DrafterTraining:
     """Steps of a drafter's training, in place. All that a later step depends on is in `state()`.
 
     accumulate: batches whose gradients make one step, in every process. losses: one a step, the mean of its rounds and
-    batches. slot_losses: cross-entropy of each drafted slot in the last step. seconds: processor time of all steps.
+    batches. slot_losses: cross-entropy of each draft of a round in the last step. seconds: processor time of all steps.
     """
 
     def __init__(
         self,
-        drafter: Drafter,
-        target: FrozenTarget,
+        loss: DrafterLoss,
         reader: Reader,
-        settings: DrafterSettings,
+        settings: OptimiserSettings,
         seed: int,
         accumulate: int = 1,
         compute: Compute | None = None,
     ) -> None:
-        self.drafter, self.losses, self.slot_losses, self.seconds = drafter, list[float](), list[float](), 0.0
+        self.drafter, self.losses, self.slot_losses, self.seconds = loss.drafter, list[float](), list[float](), 0.0
         self._reader, self._settings, self._seed, self._accumulate = reader, settings, seed, accumulate
-        self._compute = compute or Compute.start()
-        self._loss: Any = self._compute.accelerator.prepare(RolloutLoss(drafter, target, settings))
-        self._optimiser = Optimiser(self._loss, settings.optimiser)
+        self._compute, self._terms = compute or Compute.start(), loss.terms
+        self._loss: Any = self._compute.accelerator.prepare(loss)
+        self._optimiser = Optimiser(self._loss, settings)
 
     @property
     def step(self) -> int:
@@ -76,7 +73,7 @@ class DrafterTraining:
     @property
     def base_share(self) -> float:
         """What a causal head's base logits weigh in the loss: all at first, nothing at the end (arXiv 2605.29707)."""
-        return 1.0 - self.step / self._settings.optimiser.steps
+        return 1.0 - self.step / self._settings.steps
 
     def advance(self) -> float:
         """One step; returns its loss. UserError, naming step and batch, if loss or gradient is not finite."""
@@ -89,7 +86,7 @@ class DrafterTraining:
         loss, *slots = self._compute.sum(sums).double().tolist()
         drafted = len(slots) // 2
         self.slot_losses = [total / max(1.0, n) for total, n in zip(slots[:drafted], slots[drafted:], strict=True)]
-        self.losses.append(loss / (self._accumulate * self._compute.count * self._settings.rounds))
+        self.losses.append(loss / (self._accumulate * self._compute.count * self._terms))
         self.drafter.eval()
         self.seconds += time.process_time() - start
         return self.losses[-1]
@@ -108,10 +105,9 @@ class DrafterTraining:
         number = self._number(at)
         read = self._reader[index := self.batch_index(number)]
         generator = torch.Generator().manual_seed(random.Random(f"{self._seed}-anchors-{number}").getrandbits(63))
-        anchors_NM = spread_anchors(read.batch, self._settings.anchors, generator)
         with self._last_or_alone(at):
             with self._compute.autocast():
-                loss, slots_K, counts_K = self._loss(read, anchors_NM, self.base_share)
+                loss, slots_K, counts_K = self._loss(read, generator, self.base_share)
             if not math.isfinite(value := loss.item()):
                 raise self._diverged("loss", value, index)
             self._optimiser.backward(loss / self._accumulate)

@@ -63,9 +63,9 @@ class DrafterAttention(nn.Module):
         mask_N1QL: torch.Tensor,
     ) -> torch.Tensor:
         """Attend from Q = M * B block slots to L = S + Q rows: the context, then all blocks of the sequence."""
-        queries = _rotate(self.q_norm(self._heads(self.q_proj(block_NQE))), rotary, block_NQE.shape[1])
+        queries = rotate(self.q_norm(self._heads(self.q_proj(block_NQE))), rotary, block_NQE.shape[1])
         source_NLE = torch.cat([context_NSE, block_NQE], dim=1)
-        keys = _rotate(self.k_norm(self._heads(self.k_proj(source_NLE))), rotary, source_NLE.shape[1])
+        keys = rotate(self.k_norm(self._heads(self.k_proj(source_NLE))), rotary, source_NLE.shape[1])
         values = self._heads(self.v_proj(source_NLE))
         attended = F.scaled_dot_product_attention(
             queries,
@@ -272,8 +272,8 @@ def head_of(config: Any) -> DominoSpec | None:
     return DominoSpec(fields["pure_draft_prefix_len"], fields["gru_hidden_dim"], fields["emb_dim"], False)
 
 
-def _rotate(heads_NHLD: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], length: int) -> torch.Tensor:
-    """Rotary embedding with the last `length` of the given angles."""
+def rotate(heads_NHLD: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], length: int) -> torch.Tensor:
+    """Rotary embedding of heads [N, H, L, D] with the last `length` of the given cos and sin [N, L', D]."""
     cos_N1LD, sin_N1LD = (angles[:, None, -length:] for angles in rotary)
     first, second = heads_NHLD.chunk(2, dim=-1)
     return heads_NHLD * cos_N1LD + torch.cat([-second, first], dim=-1) * sin_N1LD

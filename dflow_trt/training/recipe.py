@@ -1,4 +1,4 @@
-"""Training loops: a small target language model, and drafters (DFlash, DFlow) for a frozen target."""
+"""Training loops and losses: a small target language model, and block drafters for a frozen target."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from dflow_trt.training.data import Batch
 from dflow_trt.training.model import Drafter
-from dflow_trt.training.rollout import Round, next_anchors, play_round, relay_inputs
+from dflow_trt.training.rollout import Round, next_anchors, play_round, relay_inputs, spread_anchors
 from dflow_trt.training.target import FrozenTarget, ReadBatch
 
 OnStep = Callable[[int, float], None]
@@ -41,7 +41,6 @@ class DrafterSettings:
     causal head are its own, as in decoding; without it they are what it would draft after the true tokens.
     """
 
-    optimiser: OptimiserSettings
     anchors: int = 8
     rounds: int = 1
     relay: bool = False
@@ -49,10 +48,29 @@ class DrafterSettings:
     roll_out: bool = True
 
 
-class RolloutLoss(nn.Module):
+class DrafterLoss(nn.Module):
+    """What the steps of a training make smaller.
+
+    drafter: what is trained; no other parameter belongs to this module. terms: how many losses `forward` sums.
+    """
+
+    drafter: nn.Module
+    terms = 1
+
+    def forward(
+        self, read: ReadBatch, generator: torch.Generator, base_share: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The summed loss of a batch; the sum of cross-entropies by draft [K], and how many there were [K].
+
+        generator: of whatever is drawn. base_share: see :func:`round_loss`.
+        """
+        raise NotImplementedError
+
+
+class RolloutLoss(DrafterLoss):
     """The loss of a drafter on trajectories that the target generated (DFlow, arXiv 2609.06498).
 
-    Round 1 drafts at the given anchors from masks alone. Every further round starts where the drafts of the one
+    Round 1 drafts at random anchors from masks alone. Every further round starts where the drafts of the one
     before were rejected; with `relay`, those *actual drafts* run through the frozen target and their states
     condition the new round. The loss is cross-entropy against the trajectory, summed over rounds. Gradients
     reach W_c through context and relayed states; drafts, anchors and the target's features carry none.
@@ -60,13 +78,15 @@ class RolloutLoss(nn.Module):
 
     def __init__(self, drafter: Drafter, target: FrozenTarget, settings: DrafterSettings) -> None:
         super().__init__()
-        self.drafter, self._target, self._settings = drafter, target, settings
+        self.drafter: Drafter = drafter
+        self._target, self._settings, self.terms = target, settings, settings.rounds
 
     def forward(
-        self, read: ReadBatch, anchors_NM: torch.Tensor, base_share: float
+        self, read: ReadBatch, generator: torch.Generator, base_share: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The summed loss of all rounds; the sum of cross-entropies by slot [K], and how many there were [K]."""
+        """See :class:`DrafterLoss`; the sums are over all rounds."""
         drafter, target, settings = self.drafter, self._target, self._settings
+        anchors_NM = spread_anchors(read.batch, settings.anchors, generator)
         context_NSE = drafter.context(read.features_NSC)
         played = play_round(drafter, target, read, context_NSE, anchors_NM, roll_out=settings.roll_out)
         loss, slots_K, counts_K = round_loss(played, settings.decay, base_share)
@@ -84,18 +104,24 @@ def round_loss(played: Round, decay: float, base_share: float = 0.0) -> tuple[to
 
     Slot j weighs exp(-(j - 1) / decay). `base_share` is the part that a causal head's base logits have in the loss.
     """
-    slot_K = torch.arange(played.truth_NMK.shape[-1], device=played.truth_NMK.device)
-    weight_NMK = torch.exp(-slot_K / decay) * played.valid_NMK
-    entropy_NMK = loss_NMK = _cross_entropy(played.logits_NMKV, played.truth_NMK)
+    entropy_NMK = loss_NMK = cross_entropy(played.logits_NMKV, played.truth_NMK)
     if played.base_NMKV is not played.logits_NMKV:
-        loss_NMK = (1 - base_share) * entropy_NMK + base_share * _cross_entropy(played.base_NMKV, played.truth_NMK)
-    loss = (loss_NMK * weight_NMK).sum() / weight_NMK.sum().clamp(min=1.0)
+        loss_NMK = (1 - base_share) * entropy_NMK + base_share * cross_entropy(played.base_NMKV, played.truth_NMK)
+    loss = decayed_mean(loss_NMK, played.valid_NMK, decay)
     return loss, (entropy_NMK.detach() * played.valid_NMK).sum((0, 1)), played.valid_NMK.sum((0, 1))
 
 
-def _cross_entropy(logits_NMKV: torch.Tensor, truth_NMK: torch.Tensor) -> torch.Tensor:
-    losses = F.cross_entropy(logits_NMKV.flatten(0, -2).float(), truth_NMK.flatten(), reduction="none")
-    return losses.view_as(truth_NMK)
+def decayed_mean(loss_NMK: torch.Tensor, valid_NMK: torch.Tensor, decay: float) -> torch.Tensor:
+    """The weighted mean of valid losses, where draft j weighs exp(-(j - 1) / decay)."""
+    slot_K = torch.arange(loss_NMK.shape[-1], device=loss_NMK.device)
+    weight_NMK = torch.exp(-slot_K / decay) * valid_NMK
+    return (loss_NMK * weight_NMK).sum() / weight_NMK.sum().clamp(min=1.0)
+
+
+def cross_entropy(logits: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy [...] of logits [..., V] against ids [...], in float32."""
+    losses = F.cross_entropy(logits.flatten(0, -2).float(), truth.flatten(), reduction="none")
+    return losses.view_as(truth)
 
 
 def train_language_model(

@@ -75,9 +75,14 @@ def accepted_length(drafts: torch.Tensor, truth: torch.Tensor, valid: torch.Tens
     return ((drafts == truth) & valid).long().cumprod(-1).sum(-1)
 
 
-def next_anchors(batch: Batch, played: Round) -> torch.Tensor:
+def anchors_after(batch: Batch, anchors_NM: torch.Tensor, accepted_NM: torch.Tensor) -> torch.Tensor:
     """Where the following round starts: after the accepted drafts and the bonus token, or at the last token."""
-    return torch.minimum(played.anchors_NM + played.accepted_NM + 1, batch.end_N[:, None] - 1)
+    return torch.minimum(anchors_NM + accepted_NM + 1, batch.end_N[:, None] - 1)
+
+
+def next_anchors(batch: Batch, played: Round) -> torch.Tensor:
+    """:func:`anchors_after` a round."""
+    return anchors_after(batch, played.anchors_NM, played.accepted_NM)
 
 
 def relay_sources(
@@ -113,7 +118,9 @@ def spread_anchors(batch: Batch, anchors: int, generator: torch.Generator) -> to
 
     An anchor is a response token that has a token after it.
     """
-    drawn_NM = torch.rand(len(batch.ids_NS), anchors, generator=generator) + torch.arange(anchors)
+    device = generator.device
+    drawn_NM = torch.rand(len(batch.ids_NS), anchors, generator=generator, device=device)
+    drawn_NM += torch.arange(anchors, device=device)
     share_NM = (drawn_NM / anchors).to(batch.ids_NS.device)
     candidates_N1 = (batch.end_N - 1 - batch.start_N)[:, None]
     return batch.start_N[:, None] + (share_NM * candidates_N1).long()

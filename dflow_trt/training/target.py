@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional as F
@@ -29,6 +29,28 @@ class ReadBatch:
         return self.features_NSC.nbytes + sum(tensor.nbytes for pair in self.keys_values for tensor in pair)
 
 
+class BatchReader(Protocol):
+    """What turns a batch on its device into what training takes of it."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches have to be."""
+
+    def read(self, batch: Batch) -> ReadBatch:
+        """What the target makes of a batch."""
+
+
+@dataclass(frozen=True)
+class TextAlone:
+    """In a target's place where a drafter learns from the target's texts alone."""
+
+    device: torch.device
+
+    def read(self, batch: Batch) -> ReadBatch:
+        """The batch, with nothing beside it."""
+        return ReadBatch(batch, torch.empty(0), ())
+
+
 class FrozenTarget:
     """A transformers causal LM that is read from, never trained.
 
@@ -45,9 +67,7 @@ class FrozenTarget:
         self.head_VE: torch.Tensor = model.get_output_embeddings().weight
         self.final_norm_E: torch.Tensor = model.model.norm.weight
         self._taps = list(target_layer_ids)
-        # transformers 5 renames the argument and warns about the older name.
-        parameters = inspect.signature(model.model.forward).parameters
-        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
+        self._cache_argument = cache_argument(model)
         # A second view of the same layers that ends at the last tap; the model itself stays whole.
         self._trunk = copy.copy(model.model)
         self._trunk._modules = dict(model.model._modules)
@@ -82,13 +102,11 @@ class FrozenTarget:
             cache.update(keys, values, layer)
         positions_NQ = (anchors_NM[:, :, None] + torch.arange(1, drafted + 1, device=anchors_NM.device)).flatten(1)
         visible_N1QL = verify_mask(anchors_NM, drafted, read.batch.ids_NS.shape[1])
-        dtype = self.embedding_VE.dtype
-        hidden_N1QL = torch.zeros_like(visible_N1QL, dtype=dtype).masked_fill(~visible_N1QL, torch.finfo(dtype).min)
         features_NQC = self._run(
             cache,
             input_ids=drafts_NMK.flatten(1),
             position_ids=positions_NQ,
-            attention_mask=hidden_N1QL,
+            attention_mask=attention_bias(visible_N1QL, self.embedding_VE.dtype),
         )
         return features_NQC.view(batch, blocks, drafted, -1)
 
@@ -108,6 +126,16 @@ class FrozenTarget:
             for hook in hooks:
                 hook.remove()
         return torch.cat([tapped[tap] for tap in self._taps], dim=-1)
+
+
+def cache_argument(model: Any) -> str:
+    """What a transformers decoder calls its cache: version 5 renames it, and warns about the older name."""
+    return "cache" if "cache" in inspect.signature(model.model.forward).parameters else "past_key_values"
+
+
+def attention_bias(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A mask of who sees whom as transformers adds it to scores."""
+    return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
 
 
 def verify_mask(anchors_NM: torch.Tensor, drafted: int, length: int) -> torch.Tensor:

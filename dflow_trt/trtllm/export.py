@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dflow_trt.checkpoint.config import read_config
-from dflow_trt.checkpoint.drafter import NESTED, DrafterCheckpoint, read_drafter
+from dflow_trt.checkpoint.drafter import NESTED, DFlashCheckpoint, read_drafter
 from dflow_trt.checkpoint.folder import CONFIG
 from dflow_trt.checkpoint.names import DOMINO_NAMES, RELAY_NAMES
 from dflow_trt.checkpoint.safetensors import SINGLE
@@ -93,7 +93,7 @@ class _Pair:
     """The checkpoints, the dtype in which the drafter is written, and the positions that it was made for."""
 
     target: TargetCheckpoint
-    draft: DrafterCheckpoint
+    draft: DFlashCheckpoint
     dtype: DType
     max_position: int
 
@@ -111,7 +111,7 @@ class _Pair:
         return {} if self.target.spec.checkpoint_dtype == self.dtype else {"dtype": self.dtype}
 
 
-def _max_position(draft: DrafterCheckpoint, target: TargetSpec) -> int:
+def _max_position(draft: DFlashCheckpoint, target: TargetSpec) -> int:
     """max_position_embeddings of the drafter, in whichever layout; the target's where it names none."""
     top = read_config(draft.path / CONFIG)
     keys = top.section(NESTED) or top
@@ -153,11 +153,14 @@ def _check_expressible(spec: DFlashSpec) -> None:
 
 
 def _misreadings(spec: DFlashSpec) -> Iterator[tuple[str, str, str]]:
+    if spec.conv is not None:
+        why = "its DFlash has neither their convolutions nor their selector; use this drafter here"
+        yield f"architectures is [{spec.architecture!r}]", "DFlash, Domino and DFlow drafters", why
     taps = list(spec.target_layer_ids)
     if taps != sorted(taps):
         why = "it sorts them, and fc would read the layers in another order; train with ascending taps"
         yield f"target_layer_ids {taps}", f"ascending ids, as {sorted(taps)}", why
-    if spec.head is not None and spec.head.shifted:
+    if isinstance(spec.head, DominoSpec) and spec.head.shifted:
         yield "shift_label is true", "false", "its DFlash drafts from slots 1 on; use this drafter here"
     if spec.input_embedding_scale != 1.0:
         why = "it does not scale embeddings; use this drafter here"
@@ -195,7 +198,7 @@ def _write(folder: Path, pair: _Pair, output: Path, schema: Version, limits: Map
     _write_part(folder / DRAFTER, _drafter_config(pair), pair, names, pair.dtype)
     if spec.relay is not None:
         _write_part(folder / RELAY, {"dflow_config": {"relay_start": spec.relay.start}}, pair, RELAY_NAMES)
-    if spec.head is not None:
+    if isinstance(spec.head, DominoSpec):
         _write_part(folder / HEAD, {"dflash_config": _head_config(spec.head)}, pair, DOMINO_NAMES)
     speculative = schema.checked("dflash", _speculative_config(spec, output / DRAFTER))
     common = {**limits, **pair.target_dtype, "speculative_config": speculative}

@@ -17,10 +17,11 @@ from tiny import Config, edit_tensors, make_drafter, make_target
 from dflow_trt import contract as c
 from dflow_trt.build import BuildOptions, DrafterSource, build_bundle
 from dflow_trt.bundle import Bundle
-from dflow_trt.method.draft import block_ids, positions
+from dflow_trt.feeds import positions
+from dflow_trt.method.draft import block_ids
 from dflow_trt.method.relay import RelayState, relay_rows
 from dflow_trt.runtime.ort import OrtRuntime
-from dflow_trt.spec import CACHE_STEP
+from dflow_trt.spec import CACHE_STEP, SelectorSpec
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Rows = Sequence[Sequence[int]]
@@ -90,6 +91,7 @@ class Engines:
     def __init__(self, bundle: Bundle, threads: int = 1, poison: float | None = POISON) -> None:
         self.bundle, self.poison = bundle, poison
         self.runtime = OrtRuntime(bundle, threads)
+        self.anchors: dict[str, Array] = {}
         self.min_rows = 2 if bundle.target.stack.heads_per_group == 1 else 1
 
     def target(self, slots: range, tokens: Rows, starts: Sequence[int], width: int = 0, bucket: int = 0) -> TargetPass:
@@ -125,6 +127,7 @@ class Engines:
     ) -> Array:
         """The relay engine: block_embeds [B,J,E], with the relay of each state that is not None."""
         spec = self.bundle.drafters[drafter].spec
+        self.anchors[drafter] = np.array(anchors, np.int64)
         feeds: dict[str, Array] = {c.BLOCK_IDS.name: block_ids(anchors, spec.mask_token_id, spec.block_size)}
         if spec.relay:
             feeds |= self._relay_feeds(drafter, states or [None] * len(anchors))
@@ -149,13 +152,16 @@ class Engines:
 
     def draft(self, drafter: str, slots: range, starts: Sequence[int], bucket: int = 0) -> tuple[Array, Array]:
         """Right after :meth:`embeds`: (draft_ids [B,K], draft_logits [B,K,V]) of blocks at ``starts``."""
-        size, start_B = self.bundle.drafters[drafter].spec.block_size, np.array(starts, np.int64)
+        spec, start_B = self.bundle.drafters[drafter].spec, np.array(starts, np.int64)
+        size = spec.block_size
         kv_index = live_rows(int(start_B.max()) + size, bucket)
         feeds = {
             c.BLOCK_POSITION_IDS.name: positions(start_B, size),
             c.BLOCK_WRITE_INDEX.name: start_B,
             c.KV_INDEX.name: kv_index,
         }
+        if isinstance(spec.head, SelectorSpec):
+            feeds[c.ANCHOR_ID.name] = self.anchors[drafter]
         self._poison(self.runtime.caches[c.DRAFTER, drafter], slots, starts, len(kv_index))
         fetch = (c.DRAFT_IDS.name, c.DRAFT_LOGITS.name)
         ids, logits = self.runtime.run(c.DRAFTER, drafter, slots, feeds, fetch)

@@ -1,4 +1,4 @@
-"""Independent references: transformers' Qwen3, the ``dflash`` package's drafter, torch's GRU and linear layers for
+"""Independent references: transformers' Qwen3, the ``dflash`` package's drafters, torch's GRU and linear layers for
 Domino's head, and the relay in float64 numpy."""
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 Array = np.ndarray[Any, np.dtype[Any]]
+DEAD = -1e30  # the score of an id that is no candidate
 
 
 class TargetOracle:
@@ -37,10 +38,13 @@ class TargetOracle:
 class DrafterOracle:
     """dflash's DFlashDraftModel in float32 with its own cache, driven as ``dflash_generate`` does; one request."""
 
+    architecture = "DFlashDraftModel"
+
     def __init__(self, folder: Path, target: TargetOracle, tap_offset: int = 1) -> None:
         torch = pytest.importorskip("torch", reason="the reference is torch code")
         self.dflash = pytest.importorskip("dflash.model", reason="the reference is the dflash package")
-        self.model = self.dflash.DFlashDraftModel.from_pretrained(folder, dtype=torch.float32).eval()
+        model = getattr(self.dflash, self.architecture)
+        self.model = model.from_pretrained(folder, dtype=torch.float32).eval()
         self.target, self.tap_offset = target.model, tap_offset
 
     def features(self, hidden_states: Sequence[Array]) -> Array:
@@ -56,28 +60,42 @@ class DrafterOracle:
     def cache(self) -> Any:
         return self.dflash._make_cache(self.model.config)
 
-    def draft(self, cache: Any, features: Array, anchor: int, position: int, drafts: Sequence[int]) -> Array:
+    def draft(
+        self,
+        cache: Any,
+        features: Array,
+        anchor: int,
+        position: int,
+        drafts: Sequence[int],
+        block_JE: Array | None = None,
+    ) -> Array:
         """Logits [K,V] of the block at ``position``; ``features`` are the context rows since the last draft.
 
-        drafts: what was drafted, for a head that reads it.
+        drafts: what was drafted, for a head that reads it. block_JE: the block's embeddings where a relay changed them.
         """
         import torch
 
-        model, value = self.model, self.dflash._draft_value
-        ids = torch.full((1, model.block_size), model.mask_token_id)
-        ids[0, 0] = anchor
-        scale = float(value(model.config, "input_embedding_scale", 1.0))
-        first = position - len(features)
+        model, first = self.model, position - len(features)
         with torch.inference_mode():
             hidden = model(
                 target_hidden=torch.tensor(features)[None],
-                noise_embedding=self.dflash._raw_input_embeddings(self.target, ids, scale),
+                noise_embedding=self._block(anchor) if block_JE is None else torch.tensor(block_JE)[None],
                 position_ids=torch.arange(first, position + model.block_size)[None],
                 past_key_values=cache,
                 use_cache=True,
             )
             self.dflash._crop_to(cache, position)
             return self.logits(hidden[0], anchor, drafts).numpy()
+
+    def _block(self, anchor: int) -> Any:
+        """The embeddings of the anchor and of masks, [1,J,E]."""
+        import torch
+
+        model = self.model
+        ids = torch.full((1, model.block_size), model.mask_token_id)
+        ids[0, 0] = anchor
+        scale = float(self.dflash._draft_value(model.config, "input_embedding_scale", 1.0))
+        return self.dflash._raw_input_embeddings(self.target, ids, scale)
 
     def logits(self, hidden: Any, anchor: int, drafts: Sequence[int]) -> Any:
         """Final-normed slots [J,E] -> logits [K,V]."""
@@ -117,6 +135,41 @@ class DominoOracle(DrafterOracle):
             corrected = base + self.head.embed_proj(torch.cat([z[i], state]))
             rows.append(corrected if i >= self.prefix else base)
         return torch.stack(rows)
+
+
+class DFlash2Oracle(DrafterOracle):
+    """dflash's DFlash2DraftModel: its convolutions, its selector.
+
+    Of the last block: path_K, what the package itself drafts; gap_K, how far the last candidate of each slot is from
+    the best id that is none.
+    """
+
+    architecture = "DFlash2DraftModel"
+
+    def logits(self, hidden: Any, anchor: int, drafts: Sequence[int]) -> Any:
+        """The scores of each slot's candidates behind these drafts, [K,V]; DEAD elsewhere."""
+        import torch
+
+        z, ids, selector = hidden[1:], torch.tensor([anchor, *drafts[:-1]]), self.model.candidate_selector
+        head = self.dflash._output_head(self.target)
+        self.path_K = self.model.propose(z[None], ids[:1], head, 0.0)[0][0].numpy()
+        base = self.base(z)
+        ranked = base.sort(dim=-1, descending=True)
+        self.gap_K = self._gap(ranked.values, selector.top_k)
+        best = ranked.indices[:, : selector.top_k]
+        query = selector.predecessor_codebook(ids) * selector.hidden_projection(z)
+        follows = (selector.successor_codebook(best) @ query[:, :, None])[:, :, 0]
+        return torch.full_like(base, DEAD).scatter(-1, best, ranked.values[:, : selector.top_k] + follows)
+
+    def _gap(self, ranked: Any, top_k: int) -> Array:
+        if top_k == ranked.shape[1]:
+            return np.full(len(ranked), np.inf)
+        return (ranked[:, top_k - 1] - ranked[:, top_k]).numpy()
+
+
+def oracle_of(head: Any) -> type[DrafterOracle]:
+    """The reference of a drafter with that head."""
+    return {"NoneType": DrafterOracle, "DominoSpec": DominoOracle, "SelectorSpec": DFlash2Oracle}[type(head).__name__]
 
 
 class RelayOracle:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from harness import TOLERANCE, Array, Engines, Pair, build_pair, random_tokens
-from oracles import DominoOracle, DrafterOracle, TargetOracle
+from oracles import TargetOracle, oracle_of
 
 pytest.importorskip("torch", reason="the reference is torch code")
 pytest.importorskip("transformers", reason="the reference is transformers' Qwen3")
@@ -94,7 +94,7 @@ class Chain:
         length = max(prompts) + ROUNDS * self.rows + 1
         self.sequences = [random_tokens(self.rng, length, self.vocab) for _ in prompts]
         target = TargetOracle(pair.target)
-        kinds = {spec.name: DominoOracle if spec.head else DrafterOracle for spec in pair.bundle.specs}
+        kinds = {spec.name: oracle_of(spec.head) for spec in pair.bundle.specs}
         self.oracles = {name: kinds[name](path, target, tap_offset) for name, path in pair.drafters.items()}
         states = [target(sequence)[1] for sequence in self.sequences]
         self.features = {name: [oracle.features(state) for state in states] for name, oracle in self.oracles.items()}
@@ -259,7 +259,9 @@ def test_an_int8_drafter_agrees_with_the_float_one(tmp_path: Path, keys: dict[st
 
 
 @pytest.mark.parametrize("weights", ["float", "int8"])
-@pytest.mark.parametrize("keys", [{}, {"domino": {**SHIFTED, **ODD_HEAD}}], ids=["plain", "domino"])
+@pytest.mark.parametrize(
+    "keys", [{}, {"domino": {**SHIFTED, **ODD_HEAD}}, {"dflash2": {}}], ids=["plain", "domino", "dflash2"]
+)
 def test_drafts_of_a_request_do_not_depend_on_its_batch_or_call_shape(
     tmp_path: Path, keys: dict[str, Any], weights: str
 ) -> None:

@@ -25,6 +25,9 @@ ENGINES = (
     "turn.context",
     "turn.relay",
     "turn.drafter",
+    "second.context",
+    "second.relay",
+    "second.drafter",
 )
 FORMS = ("float", "int8")
 
@@ -36,6 +39,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
         "flow": {"relay": True, "taps": (1, 0), **window},
         "plain": {"taps": (2,), "final_logit_softcapping": 5.0},
         "turn": {"taps": (2,), "domino": {"shift_label": True, "pure_draft_prefix_len": 1}, "block_size": 16},
+        "second": {"taps": (2,), "dflash2": {"selector_top_k": 4}, "output_multiplier": 0.5},
     }
     target = {"num_hidden_layers": 4, "vocab_size": 300, "attention_bias": True}
     drafters = {name: {**keys, "attention_bias": True} for name, keys in drafters.items()}
@@ -129,7 +133,7 @@ def test_every_node_and_value_has_a_readable_name_of_its_own(model: onnx.ModelPr
 def _same_place(output: str, prefix: str, node: onnx.NodeProto) -> bool:
     """A value is called like its node, unless it is an engine output, which the contract names."""
     outputs = {spec.name for spec in _all_specs()}
-    return output == node.name or (node.op_type == "Split" and output.startswith(prefix)) or output in outputs
+    return output == node.name or (node.op_type in ("Split", "TopK") and output.startswith(prefix)) or output in outputs
 
 
 def test_caches_are_read_once_by_their_own_scatter(model: onnx.ModelProto) -> None:

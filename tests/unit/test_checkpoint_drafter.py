@@ -15,7 +15,7 @@ from dflow_trt.checkpoint.drafter import DrafterCheckpoint, read_drafter
 from dflow_trt.checkpoint.names import DOMINO_NAMES, RELAY_NAMES, drafter_tensors
 from dflow_trt.checkpoint.target import read_target
 from dflow_trt.errors import UserError
-from dflow_trt.spec import DominoSpec, RelaySpec, TargetSpec, drafter_from_json, to_json
+from dflow_trt.spec import DFlashSpec, DominoSpec, RelaySpec, TargetSpec, to_json
 
 SLIDING = {
     "use_sliding_window": True,
@@ -49,7 +49,7 @@ def test_a_dflash_drafter(tmp_path: Path) -> None:
     )
     assert (spec.vocab_size, spec.checkpoint_dtype, spec.architecture) == (256, "float32", "DFlashDraftModel")
     assert {name: drafter.weights.shape(name) for name in drafter.weights.names()} == drafter_tensors(spec)
-    assert drafter_from_json(json.loads(json.dumps(to_json(spec)))) == spec
+    assert DFlashSpec.from_json(json.loads(json.dumps(to_json(spec)))) == spec
 
 
 @pytest.mark.parametrize("start", ["after_rejection", "at_rejection"])
@@ -73,7 +73,7 @@ def test_a_domino_drafter(tmp_path: Path, shifted: bool, prefix: int) -> None:
     assert list(spec.corrected_drafts) == [i for i in range(1, spec.num_drafts + 1) if i > prefix]
     assert [drafter.weights.shape(name) for name in DOMINO_NAMES] == [(72, 64), (72, 24), (20, 88), (256, 20)]
     assert {name: drafter.weights.shape(name) for name in drafter.weights.names()} == drafter_tensors(spec)
-    assert drafter_from_json(json.loads(json.dumps(to_json(spec)))) == spec
+    assert DFlashSpec.from_json(json.loads(json.dumps(to_json(spec)))) == spec
 
 
 def test_a_domino_drafter_with_a_relay(tmp_path: Path) -> None:

@@ -19,12 +19,13 @@ ROOT = Path(dflow_trt.__file__).resolve().parent
 # Each unit (a module, or a folder of them) imports from layers below its own, and from those listed beside it.
 LAYERS: list[dict[str, set[str]]] = [
     {"errors": set(), "spec": set()},
-    {"contract": set(), "files": set(), "progress": set()},
+    {"contract": set(), "files": set(), "progress": set(), "feeds": set()},
     {
+        "kinds": set(),
         "checkpoint": set(),
-        "graphs": {"checkpoint", "rope"},
+        "graphs": {"checkpoint", "kinds", "rope"},
         "method": set(),
-        "bundle": set(),
+        "bundle": {"kinds"},
         "rope": set(),
         "text": set(),
     },
@@ -33,7 +34,8 @@ LAYERS: list[dict[str, set[str]]] = [
         "runtime": set(),
         "request": set(),
         "slots": {"request"},
-        "decode": {"request", "runtime", "slots"},
+        "drafting": {"request", "runtime"},
+        "decode": {"drafting", "request", "runtime", "slots"},
         "memory": set(),
         "reference": set(),
         "selfcheck": {"memory", "reference", "runtime"},

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflow_trt.method.draft import block_ids, draft_length, positions
+from dflow_trt.feeds import positions
+from dflow_trt.method.draft import block_ids, draft_length
 from dflow_trt.method.relay import RelayState, relay_rows, relay_state
 from dflow_trt.method.verify import Accepted, accept
 from dflow_trt.spec import RELAY_STARTS, RelayStart

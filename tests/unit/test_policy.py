@@ -20,6 +20,7 @@ from dflow_trt.method.policy import (
     FixedLength,
     LineCost,
     check_policy,
+    draft_load,
     make_policy,
 )
 
@@ -52,7 +53,7 @@ def play(
         for request, length in zip(requests, lengths, strict=True):
             wrong = np.flatnonzero(rng.random(length) >= chance)
             policy.accepted(request, length, int(wrong[0]) if len(wrong) else length)
-        policy.timed(len(requests), rows, cost(rows), draft if max(lengths) else 0.0)
+        policy.timed(rows, cost(rows), draft_load(requests, lengths), draft if max(lengths) else 0.0)
         chosen.append(lengths)
     return chosen
 
@@ -122,7 +123,7 @@ def test_it_is_never_far_below_the_better_of_always_and_never() -> None:
                     tokens += kept + 1
                 rows = count * (max(lengths) + 1)
                 time += cost(rows) + (7 if max(lengths) else 0)
-                policy.timed(count, rows, cost(rows), 7.0 if max(lengths) else 0.0)
+                policy.timed(rows, cost(rows), draft_load(requests, lengths), 7.0 if max(lengths) else 0.0)
             return tokens / time
 
         best = max(speed(FixedLength(), limit) for limit in (0, 1, 2, 4, 8, K))

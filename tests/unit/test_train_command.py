@@ -27,12 +27,14 @@ from dflow_trt.checkpoint.drafter import read_drafter  # noqa: E402
 from dflow_trt.checkpoint.target import read_target  # noqa: E402
 from dflow_trt.errors import UserError  # noqa: E402
 from dflow_trt.spec import DominoSpec  # noqa: E402
-from dflow_trt.training import compute, job, loop  # noqa: E402
+from dflow_trt.training import block, compute, job, loop, recipe  # noqa: E402
 from dflow_trt.training.cache import AnswerSettings, answered  # noqa: E402
 from dflow_trt.training.compute import Compute  # noqa: E402
 from dflow_trt.training.data import Trajectory  # noqa: E402
-from dflow_trt.training.plan import Options, Plan, Prompt, TargetSource, make_plan, spread_taps  # noqa: E402
+from dflow_trt.training.options import Options, Prompt, TargetSource  # noqa: E402
+from dflow_trt.training.plan import Plan, make_plan  # noqa: E402
 from dflow_trt.training.progress import Silent  # noqa: E402
+from dflow_trt.training.shapes import spread_taps  # noqa: E402
 
 SMALL = {
     "steps": 4,
@@ -155,7 +157,7 @@ HEAD = {"head": "domino", "head-state": 8, "head-rank": 6}
 
 @pytest.mark.parametrize(("rollout", "rolls"), [(None, True), ("real", True), ("teacher-forced", False)])
 def test_a_head_rolls_out_unless_told_otherwise(files: Path, rollout: Any, rolls: bool) -> None:
-    assert job.drafter_settings(plan_of(files, head="domino", rollout=rollout)).roll_out is rolls
+    assert block.drafter_settings(plan_of(files, head="domino", rollout=rollout).options).roll_out is rolls
 
 
 def test_a_causal_head_is_added_to_a_drafter_and_kept(place: Place) -> None:
@@ -270,7 +272,7 @@ def test_batches_beyond_the_memory_limit_are_read_anew_and_equal(files: Path, tm
     plan = plan_of(files)
     bench = job.prepare(plan, Compute.start(), tmp_path, Silent())
     batches = bench.training._reader._batches
-    kept, anew = loop.Reader(bench.target, batches), loop.Reader(bench.target, batches, limit=0)
+    kept, anew = loop.Reader(bench.trainee.reader, batches), loop.Reader(bench.trainee.reader, batches, limit=0)
     assert kept[0] is kept[0]
     assert anew[0] is not anew[0]
     assert torch.equal(kept[0].features_NSC, anew[0].features_NSC)
@@ -389,7 +391,7 @@ def test_a_folder_that_was_filled_meanwhile_is_left_alone_and_no_step_is_lost(fi
 def test_accumulated_gradients_are_the_mean_of_their_batches(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "spread_anchors", lambda batch, anchors, generator: batch.start_N[:, None])
+    monkeypatch.setattr(recipe, "spread_anchors", lambda batch, anchors, generator: batch.start_N[:, None])
     one_batch = {"batch_size": 99, "steps": 1}
     for count in (1, 2):  # the only batch once, and twice
         job.train(plan_of(files, accumulate=count, **one_batch), tmp_path / str(count), tmp_path / "cache")

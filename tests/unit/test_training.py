@@ -15,7 +15,7 @@ from dflow_trt.spec import DominoSpec  # noqa: E402
 from dflow_trt.training.data import Trajectory, collate  # noqa: E402
 from dflow_trt.training.loop import DrafterTraining, Reader  # noqa: E402
 from dflow_trt.training.model import Drafter, RelayInputs, extended, head_fields  # noqa: E402
-from dflow_trt.training.recipe import DrafterSettings, OptimiserSettings  # noqa: E402
+from dflow_trt.training.recipe import DrafterSettings, OptimiserSettings, RolloutLoss  # noqa: E402
 from dflow_trt.training.rollout import play_round, relay_sources, spread_anchors  # noqa: E402
 from dflow_trt.training.simulate import Tally, simulate, tau_accepted, tau_emitted  # noqa: E402
 from dflow_trt.training.target import FrozenTarget  # noqa: E402
@@ -160,8 +160,8 @@ def test_a_causal_head_rolls_out_its_own_drafts_and_is_scored_after_given_ones(p
 
 def test_a_causal_head_learns_from_its_base_first_and_from_its_correction_last():
     target, trajectories = FrozenTarget(tiny_target(), TAPS), learnable_trajectories()
-    settings = DrafterSettings(OptimiserSettings(steps=STEPS, learning_rate=8e-3), anchors=4)
-    training = DrafterTraining(tiny_domino(), target, Reader(target, [collate(trajectories, PAD)]), settings, seed=0)
+    loss, optimiser = RolloutLoss(tiny_domino(), target, DrafterSettings(anchors=4)), OptimiserSettings(STEPS, 8e-3)
+    training = DrafterTraining(loss, Reader(target, [collate(trajectories, PAD)]), optimiser, seed=0)
     before = training.drafter.embed_proj[2].weight.detach().clone()
     assert training.base_share == 1.0
     training._optimiser.zero_grad()
@@ -192,12 +192,10 @@ def test_every_tensor_of_a_step_is_made_on_the_device_of_its_inputs():
     """With another device as the default, a tensor made without one would not meet the others."""
     target, trajectories = FrozenTarget(tiny_target(), TAPS), learnable_trajectories()
     drafter = extended(tiny_domino(), "after_rejection")
-    settings = DrafterSettings(OptimiserSettings(steps=2, learning_rate=1e-3), anchors=4, rounds=2, relay=True)
-    reader = Reader(target, [collate(trajectories, PAD)])
-    training, read = DrafterTraining(drafter, target, reader, settings, seed=0), reader[0]
-    anchors = spread_anchors(read.batch, 4, torch.Generator().manual_seed(0))
+    rollout = RolloutLoss(drafter, target, DrafterSettings(anchors=4, rounds=2, relay=True))
+    read = target.read(collate(trajectories, PAD))
     with torch.device("meta"):
-        loss, slots, _ = training._loss(read, anchors, 0.5)
+        loss, slots, _ = rollout(read, torch.Generator(device="cpu").manual_seed(0), 0.5)
         loss.backward()
     assert (loss.device.type, slots.device.type) == ("cpu", "cpu")
 
@@ -319,8 +317,9 @@ def learnable_trajectories() -> list[Trajectory]:
 
 def fit_a_little(drafter: Drafter, target: FrozenTarget, trajectories: list[Trajectory]) -> None:
     relay = drafter.has_relay
-    settings = DrafterSettings(OptimiserSettings(steps=STEPS, learning_rate=8e-3), anchors=4, rounds=2, relay=relay)
-    training = DrafterTraining(drafter, target, Reader(target, [collate(trajectories, PAD)]), settings, seed=0)
+    loss = RolloutLoss(drafter, target, DrafterSettings(anchors=4, rounds=2, relay=relay))
+    reader = Reader(target, [collate(trajectories, PAD)])
+    training = DrafterTraining(loss, reader, OptimiserSettings(STEPS, 8e-3), seed=0)
     for _ in range(STEPS):
         training.advance()
 

@@ -14,7 +14,7 @@ from fakegpu.bundles import DRAFTERS, VOCAB, make_jobs, run_jobs, tiny_bundle, t
 from dflow_trt import contract as c
 from dflow_trt.bundle import Bundle
 from dflow_trt.memory import plan_memory
-from dflow_trt.method.draft import positions
+from dflow_trt.feeds import positions
 from dflow_trt.method.sampling import SamplingParams
 from dflow_trt.runtime.base import Array
 from dflow_trt.runtime.ort import OrtRuntime

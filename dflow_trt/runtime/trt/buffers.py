@@ -28,7 +28,7 @@ ENGINE_DTYPES: dict[DType, np.dtype[np.generic]] = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
-SHARED = (c.HIDDEN.name, c.NEXT_IDS.name, c.LOGITS.name, c.KV_INDEX.name)
+SHARED = (c.HIDDEN.name, c.KV_INDEX.name)
 WORKSPACE, DRAWS, DRAWN = "workspace", "draws", "drawn"
 
 
@@ -53,7 +53,7 @@ def ids(outputs: Iterable[c.TensorSpec]) -> list[c.TensorSpec]:
 
 def block_name(key: Key, spec: c.TensorSpec) -> str:
     """The block in which a tensor lies."""
-    return spec.name if spec.name in SHARED else f"{key[1]}.{spec.name}"
+    return spec.name if key[1] is None or spec.name in SHARED else f"{key[1]}.{spec.name}"
 
 
 def cache_name(key: Key) -> str:

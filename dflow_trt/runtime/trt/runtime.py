@@ -89,7 +89,10 @@ class TrtRuntime:
         self._contracts = {(contract.engine, name): contract for name, contract in bundle.contracts()}
         self._calls: OrderedDict[Any, _Call] = OrderedDict()
         self._uncaptured: set[Key] = set()
-        self._left: dict[str, Padded] = {}  # how the last context call of a drafter lies in its h
+        self._readers = {
+            str(key[1]): contract for key, contract in self._contracts.items() if c.PENDING_H in contract.inputs
+        }
+        self._left: dict[str, Padded] = {}  # how a drafter's last call that gave h lies in it
         self._passed: Padded | None = None  # and the last target call in the logits
         with ExitStack() as owned:
             library = Library(bundle)
@@ -148,7 +151,7 @@ class TrtRuntime:
         for name in fetch:
             self._fetch_wide(call, name)
         stage.done.record(self._stream)
-        if engine == c.CONTEXT:
+        if any(spec.name == c.H.name for spec in self._contracts[key].outputs):
             self._left[str(drafter)] = call.padded
         elif engine == c.TARGET:
             self._passed = call.padded
@@ -158,10 +161,10 @@ class TrtRuntime:
 
     def keep_pending(self, drafter: str, rows: Mapping[int, int], slots: range) -> None:
         """See :meth:`dflow_trt.runtime.base.Runtime.keep_pending`."""
-        left, contract = self._left[drafter], self._contracts[c.RELAY, drafter]
+        left, contract = self._left[drafter], self._readers[drafter]
         row_bytes, slot_bytes = 4 * contract.static["E"], pending_bytes(contract)
         h, pending = (self.buffers[f"{drafter}.{spec.name}"] for spec in (c.H, c.PENDING_H))
-        h_step = left.sizes["S"] * row_bytes
+        h_step = left.sizes.get("S", 1) * row_bytes
         for run in _adjacent(rows):
             source = Place(h.address + (run.start - left.window.start) * h_step, h_step, len(run))
             target = Place(pending.address + run.start * slot_bytes, slot_bytes, len(run))
@@ -172,9 +175,8 @@ class TrtRuntime:
         """See :meth:`dflow_trt.runtime.base.Runtime.swap`."""
         for name in self.buffers.caches:
             self.buffers.exchange(name, a, b, rows)
-        for (engine, drafter), contract in self._contracts.items():
-            if engine == c.RELAY and c.PENDING_H in contract.inputs:
-                self.buffers.exchange_pending(f"{drafter}.{c.PENDING_H.name}", pending_bytes(contract), a, b)
+        for drafter, contract in self._readers.items():
+            self.buffers.exchange_pending(f"{drafter}.{c.PENDING_H.name}", pending_bytes(contract), a, b)
 
     def close(self) -> None:
         """See :meth:`dflow_trt.runtime.base.Runtime.close`."""
