@@ -37,7 +37,7 @@ from dflow_trt.graphs.target import build_target
 from dflow_trt.kinds import KINDS
 from dflow_trt.memory import head_forms, plan_memory, show_bytes, unbuilt
 from dflow_trt.selfcheck import run_self_check
-from dflow_trt.spec import BuildSpec, DType, TargetSpec, TargetWeights, WeightForm
+from dflow_trt.spec import BuildSpec, DFlashSpec, DType, TargetSpec, TargetWeights, WeightForm
 
 DEFAULT_BATCH, DEFAULT_INPUT, DEFAULT_SEQ, DEFAULT_TOKENS = 8, 1024, 2048, 256
 MAX_BATCH = 4096
@@ -337,10 +337,13 @@ def estimate_bytes(target: TargetCheckpoint, drafts: Sequence[DrafterCheckpoint]
 
 
 def _graph_bytes(contract: c.EngineContract, entry: DrafterEntry | None) -> int:
-    """An engine's graph: it grows by the layer, and by the draft where a causal head chooses one after another."""
-    causal = contract.engine == c.DRAFTER and entry is not None and entry.spec.corrects
-    drafts = contract.static.get("K", 0) if causal else 0
-    return GRAPH_BYTES + LAYER_GRAPH_BYTES * contract.cache_layers + DRAFT_GRAPH_BYTES * drafts
+    """An engine's graph: it grows by the layer, by the rows of a kernel in it, and by the draft where the next is
+    chosen behind it."""
+    spec = entry.spec if entry is not None and contract.engine == c.DRAFTER else None
+    drafts = contract.static.get("K", 0) if spec is not None and spec.corrects else 0
+    rows = spec.conv.kernel_size if isinstance(spec, DFlashSpec) and spec.conv else 0
+    layer = LAYER_GRAPH_BYTES + ROW_GRAPH_BYTES * rows
+    return GRAPH_BYTES + layer * contract.cache_layers + DRAFT_GRAPH_BYTES * drafts
 
 
 def _compiled_bytes(target: TargetSpec, drafts: Sequence[DrafterCheckpoint], build: BuildSpec) -> int:
@@ -354,6 +357,7 @@ def _compiled_bytes(target: TargetSpec, drafts: Sequence[DrafterCheckpoint], bui
 ENGINE_CODE_BYTES = 16 << 20  # kernels, about
 GRAPH_BYTES, LAYER_GRAPH_BYTES = 32 << 10, 24 << 10  # an engine's graph, and what a layer adds to it
 DRAFT_GRAPH_BYTES = 8 << 10  # what a draft of a causal head adds
+ROW_GRAPH_BYTES = 3 << 10  # what a row of the kernels of a layer adds
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------

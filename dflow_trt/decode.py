@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -407,8 +408,13 @@ class Decoder:
         fetch: Sequence[str] = (),
         stage: str | None = None,
     ) -> list[Array]:
+        with self._timed(stage or engine):
+            return self._runtime.run(engine, drafter, slots, feeds, fetch)
+
+    @contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        """What is done inside belongs to this stage of the round."""
         start = time.perf_counter()
-        outputs = self._runtime.run(engine, drafter, slots, feeds, fetch)
-        spent, stage = self._round.milliseconds, stage or engine
+        yield
+        spent = self._round.milliseconds
         spent[stage] = spent.get(stage, 0.0) + (time.perf_counter() - start) * 1e3
-        return outputs

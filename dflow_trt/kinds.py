@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from dflow_trt import contract as c
-from dflow_trt.spec import BuildSpec, DFlashSpec, DraftModelSpec, DrafterSpec, NgramSpec, TargetSpec
+from dflow_trt.spec import BuildSpec, DFlashSpec, DraftModelSpec, DrafterSpec, Eagle3Spec, NgramSpec, TargetSpec
 
 Contracts = Callable[[Any, TargetSpec, tuple[int, ...], int, BuildSpec], tuple[c.EngineContract, ...]]
 
@@ -48,6 +48,11 @@ KINDS: dict[str, Kind] = {
     kind.spec.kind: kind
     for kind in (
         _kind(DFlashSpec, ("DFlashDraftModel", "DFlash2DraftModel", "DFlashSpeculator"), c.dflash_contracts),
+        _kind(
+            Eagle3Spec,
+            ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel"),
+            c.eagle3_contracts,
+        ),
         _kind(DraftModelSpec, ("Qwen3ForCausalLM",), c.draft_model_contracts),
         _kind(NgramSpec, (), c.ngram_contracts),
     )

@@ -69,26 +69,47 @@ class MemoryPlan:
         return dataclasses.asdict(self) | sums | {"weights": self.weights, "total": self.total}
 
 
+@dataclass(frozen=True)
+class DrafterMemory:
+    """What one drafter has of a plan's draft_weights (tables of its own among them), drafter_cache and relay_state."""
+
+    weights: int
+    cache: int
+    relay_state: int
+
+
 def plan_memory(bundle: Bundle, slots: int | None = None) -> MemoryPlan:
     """The plan for ``slots`` requests in flight, by default the bundle's max_batch_size."""
     slots = slots or bundle.build.max_batch_size
     contracts = list(bundle.contracts())
-    calls = _Calls(bundle, slots)
-    caches = {(contract.engine, name): calls.cache(contract) for name, contract in contracts}
-    data = _data_sizes(bundle)
-    tables, target = data.pop(c.VOCAB_DATA, 0), data.pop(_data_file(c.TARGET, None), 0)
+    calls, data = _Calls(bundle, slots), _data_sizes(bundle)
+    drafters = drafter_memory(bundle, slots).values()
     return MemoryPlan(
         slots=slots,
         cache_rows=bundle.cache_rows,
-        target_weights=target,
-        draft_weights=sum(data.values()),
-        vocabulary=tables + _packed_heads(bundle) if _on_cpu(bundle) else _table_copies(bundle),
-        target_cache=caches[c.TARGET, None],
-        drafter_cache=sum(size for (engine, _), size in caches.items() if engine == c.DRAFTER),
-        relay_state=sum(calls.tensor(contract, c.PENDING_H) for _, contract in contracts if _is_relay(contract)),
+        target_weights=data.get(_data_file(c.TARGET, None), 0),
+        draft_weights=sum(each.weights for each in drafters),
+        vocabulary=data.get(c.VOCAB_DATA, 0) + _packed_heads(bundle) if _on_cpu(bundle) else _table_copies(bundle),
+        target_cache=sum(calls.cache(contract) for _, contract in contracts if contract.engine == c.TARGET),
+        drafter_cache=sum(each.cache for each in drafters),
+        relay_state=sum(each.relay_state for each in drafters),
         outputs=sum(calls.outputs(contract) for _, contract in contracts),
         workspace=_workspace([calls.workspace(contract, name) for name, contract in contracts], _on_cpu(bundle)),
     )
+
+
+def drafter_memory(bundle: Bundle, slots: int) -> dict[str, DrafterMemory]:
+    """Each drafter's share, by name."""
+    calls, data, found = _Calls(bundle, slots), _data_sizes(bundle), dict[str, DrafterMemory]()
+    for spec in bundle.specs:
+        mine = [contract for name, contract in bundle.contracts() if name == spec.name]
+        files = {_data_file(contract.engine, spec.name) for contract in mine} | {f"{spec.name}.{c.VOCAB_DATA}"}
+        found[spec.name] = DrafterMemory(
+            weights=sum(size for file, size in data.items() if file in files),
+            cache=sum(calls.cache(contract) for contract in mine if contract.engine == c.DRAFTER),
+            relay_state=sum(calls.tensor(contract, c.PENDING_H) for contract in mine if _is_relay(contract)),
+        )
+    return found
 
 
 def _on_cpu(bundle: Bundle) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 from dflow_trt.checkpoint.names import EMBEDDING, HEAD, PREDECESSOR, SELECTOR_HIDDEN, SUCCESSOR
 from dflow_trt.checkpoint.weights import Array, QuantisedLinear, Weights
 from dflow_trt.rope import rope_tables
-from dflow_trt.spec import ConvSpec, DFlashSpec, DominoSpec, StackSpec, TargetSpec, WeightForm
+from dflow_trt.spec import ConvSpec, DFlashSpec, DominoSpec, Eagle3Spec, StackSpec, TargetSpec, WeightForm
 
 HEAD_ROWS = 4096  # vocabulary rows at a time
 Linear = Callable[[Array, Array], Array]
@@ -105,12 +105,14 @@ class ReferenceStack:
         return np.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
 
     def heads(self, i: int, label: str, x: Array, positions: Array) -> Array:
-        """[S,E] -> normed, rotated q or k, or plain v: [heads,S,D]."""
+        """[S,E] -> normed (not in a Llama), rotated q or k, or plain v: [heads,S,D]."""
         name = f"{self.prefix}layers.{i}.self_attn.{label}"
         y = self.project(f"{name}_proj", x).reshape(len(x), -1, self.stack.head_dim).swapaxes(0, 1)
         if label == "v":
             return y
-        return self.rotate(rms_norm(y, self.read(f"{name}_norm.weight"), self.stack.rms_norm_eps), positions)
+        if self.stack.qk_norm:
+            y = rms_norm(y, self.read(f"{name}_norm.weight"), self.stack.rms_norm_eps)
+        return self.rotate(y, positions)
 
     def visible(self, i: int, queries: Array, keys: Array) -> Array:
         """[S,T] bool: the mask of layer i."""
@@ -123,12 +125,13 @@ class ReferenceStack:
         """x [S,E] through decoder layer i. ``context`` [C,E] comes before the rows, at positions 0..C-1, un-normed."""
         name, eps = f"{self.prefix}layers.{i}", self.stack.rms_norm_eps
         normed = rms_norm(x, self.read(f"{name}.input_layernorm.weight"), eps)
-        attention = partial(self._attention, i, positions, context)
+        attention = partial(self.attention, i, positions, context)
         x = x + self._surrounded(f"{name}.attention_conv", normed, attention)
         normed = rms_norm(x, self.read(f"{name}.post_attention_layernorm.weight"), eps)
-        return x + self._surrounded(f"{name}.mlp_conv", normed, partial(self._mlp, i))
+        return x + self._surrounded(f"{name}.mlp_conv", normed, partial(self.mlp, i))
 
-    def _attention(self, i: int, positions: Array, context: Array | None, normed: Array) -> Array:
+    def attention(self, i: int, positions: Array, context: Array | None, normed: Array) -> Array:
+        """What layer i's attention makes of normed rows [S,..]; for ``context`` see :meth:`layer`."""
         source, at = normed, positions
         if context is not None:
             source, at = np.concatenate([context, normed]), np.concatenate([np.arange(len(context)), positions])
@@ -141,7 +144,8 @@ class ReferenceStack:
         rows = mixed.swapaxes(0, 1).reshape(len(normed), -1).astype(np.float32)
         return self.project(f"{self.prefix}layers.{i}.self_attn.o_proj", rows)
 
-    def _mlp(self, i: int, normed: Array) -> Array:
+    def mlp(self, i: int, normed: Array) -> Array:
+        """What layer i's MLP makes of normed rows [S,E]."""
         name = f"{self.prefix}layers.{i}.mlp"
         gated = silu(self.project(f"{name}.gate_proj", normed)) * self.project(f"{name}.up_proj", normed)
         return self.project(f"{name}.down_proj", gated.astype(np.float32))
@@ -185,6 +189,53 @@ class ReferenceHead:
         for start in range(0, self.spec.live_vocab, HEAD_ROWS):
             rows = slice(start, min(start + HEAD_ROWS, self.spec.live_vocab))
             yield self.weights.read(name, rows).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class ReferenceEagle3:
+    """An EAGLE-3 drafter (arXiv 2503.01840), its rows given with their whole past."""
+
+    weights: Weights
+    spec: Eagle3Spec
+    linear: Linear = float_linear
+
+    @property
+    def stack(self) -> ReferenceStack:
+        return ReferenceStack(self.weights, self.spec.stack, "", self.linear)
+
+    def normed(self, name: str, x: Array) -> Array:
+        return rms_norm(x, self.stack.read(f"{name}.weight"), self.spec.stack.rms_norm_eps)
+
+    def features(self, taps: Array) -> Array:
+        """f [S,E] of this drafter's own taps [S,m*E]."""
+        x = self.normed("input_norm", taps) if self.spec.norm_before_fc else taps
+        if self.spec.fc_norm:
+            parts = np.split(x, len(self.spec.taps), axis=1)
+            x = np.concatenate([self.normed(f"fc_norm.{i}", part) for i, part in enumerate(parts)], axis=1)
+        return np.asarray(x @ self.stack.read("fc.weight").T)
+
+    def inputs(self, embeds: Array, features: Array) -> Array:
+        """What queries, keys and values are projected from [S,2E]: the tokens' embeddings and the features, normed."""
+        parts = self.normed("layers.0.input_layernorm", embeds), self.normed("layers.0.hidden_norm", features)
+        return np.concatenate(parts, axis=1)
+
+    def residual(self, embeds: Array, features: Array) -> Array:
+        """What the layer adds to [S,E]."""
+        return self.inputs(embeds, features)[:, embeds.shape[1] :] if self.spec.norm_before_residual else features
+
+    def layer(self, embeds: Array, features: Array, positions: Array, past: Array | None = None) -> Array:
+        """h [S,E], before the final norm. ``past`` [C,2E]: the inputs of the rows at positions 0..C-1."""
+        attended = self.stack.attention(0, positions, past, self.inputs(embeds, features))
+        x = self.residual(embeds, features) + attended
+        return x + self.stack.mlp(0, self.normed("layers.0.post_attention_layernorm", x))
+
+    def passed_on(self, h: Array) -> Array:
+        """The features of the rows behind."""
+        return self.normed("norm", h) if self.spec.norm_output else h
+
+    def logits(self, h: Array) -> Array:
+        """[S,draft vocabulary]."""
+        return self.linear(self.normed("norm", h), self.stack.read(HEAD))
 
 
 def target_forward(

@@ -45,9 +45,12 @@ SAMPLE_TEXT = (
 )
 
 HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-# values of a drafter's graph: where the sections of a causal head and of a selector begin, and
-Z, BASE, SCORES, STEP, CANDIDATES = "final_norm", "domino.base", "head", "head.step", "selector.candidates"
-# where the convolutions around attention and MLP are, what goes into the first of them and into the second
+DEAD_BELOW = -3e4  # where the logits of ids that are none lie, in every dtype
+# values of a drafter's graph, where the sections of a causal head and of a selector begin
+Z, BASE, SCORES, STEP = "final_norm", "domino.base", "head", "head.step"
+CANDIDATES, UNARY = "selector.candidates", "selector.unary"
+# the convolutions around a part of a layer: how their values begin, and what goes into the first and into the second
+SIDES = ("in", "out")
 CONVOLVED = {"attention": ("attn", "input_norm", "attn.o_proj"), "mlp": ("mlp", "mlp_norm", "mlp.down_proj")}
 
 Say = Callable[[str], None]
@@ -370,67 +373,74 @@ class _LayerCheck(_Check):
 
         Each beside its own size: in a whole layer, a wrong small kernel would not show.
         """
-        stack, layer, x = (
-            self.stack(draft),
-            f"layers.{i}",
-            self.rows(draft.spec.block_size, draft.spec.stack.hidden_size),
-        )
-        plain = dataclasses.replace(stack, linear=ref.LINEAR["float"])
+        stack, biased = self.stack(draft), ".biased" if draft.spec.stack.attention_bias else ""
+        x = self.rows(draft.spec.block_size, draft.spec.stack.hidden_size)
         given = self.rows(2 * conv.kernel_size * len(x), x.shape[1]).reshape(len(x), 2, conv.kernel_size, -1)
         for part, (short, first, second) in CONVOLVED.items():
-            label, source = f"{draft.spec.name}.{layer}.{part}_conv", f"{layer}.{part}_conv"
+            label, layer = f"{draft.spec.name}.layers.{i}.{part}_conv", f"layers.{i}"
             found = _Convolution(engine, conv, f"{layer}.{short}.conv")
-            dynamic, kernels = found.kernels(f"{layer}.{first}", x)
-            wanted, unrounded = (each.project(f"{source}.kernel_projection", x) for each in (stack, plain))
-            self.compare(f"{label}.dynamic", dynamic, wanted, form, noise=_rms(unrounded - wanted))
-            base = kernels - stack.by_channel(dynamic)
-            self.compare(f"{label}.base", base, np.broadcast_to(stack.read(f"{source}.base_kernel"), base.shape))
-            biased = ".biased" if part == "attention" and stack.stack.attention_bias else ""
-            for side, name in enumerate((first, second + biased)):
+            self._check_kernels(label, found, stack, f"{layer}.{part}_conv", f"{layer}.{first}", x, form)
+            second += biased if part == "attention" else ""
+            for side, name in enumerate((first, second)):
                 rows = found.rows(side, f"{layer}.{name}", x, given[:, side])
                 self.compare(f"{label}.rows", rows, ref.convolved(x, given[:, side]))
 
-    def _check_selector(self, engine: _Engine, draft: DFlashCheckpoint, head: SelectorSpec, form: WeightForm) -> None:
-        """The selector alone: its candidates, their scores behind the engine's own drafts, and those drafts.
+    def _check_kernels(
+        self,
+        label: str,
+        found: _Convolution,
+        stack: ref.ReferenceStack,
+        source: str,
+        normed: str,
+        x: Array,
+        form: WeightForm,
+    ) -> None:
+        """What rows x [J,E] make of the kernels, and what these are without that."""
+        dynamic, kernels = found.kernels(normed, x)
+        plain = dataclasses.replace(stack, linear=ref.LINEAR["float"])
+        wanted, unrounded = (each.project(f"{source}.kernel_projection", x) for each in (stack, plain))
+        self.compare(f"{label}.dynamic", dynamic, wanted, form, noise=_rms(unrounded - wanted))
+        base = np.broadcast_to(stack.read(f"{source}.base_kernel"), kernels.shape)
+        self.compare(f"{label}.base", kernels - stack.by_channel(dynamic), base)
 
-        The base logits are given, no larger than what it adds: beside large ones, a wrong term changes no id.
+    def _check_selector(self, engine: _Engine, draft: DFlashCheckpoint, head: SelectorSpec, form: WeightForm) -> None:
+        """The selector alone: its candidates and their logits, what it adds to these behind its own drafts, the drafts.
+
+        The base logits are given: as large as a softcap, then no larger than what is added to them.
         """
         spec, label, live = draft.spec, f"{draft.spec.name}.selector", self.bundle.target.live_vocab
         z, anchor, count = self.rows(spec.num_drafts, spec.stack.hidden_size), self.ids(1), min(head.top_k, live)
-        logits = self._small_logits(draft, z, count)
-        feeds = {Z: z[None], SCORES: logits, c.ANCHOR_ID.name: anchor}
-        feeds |= {} if form == "float" else {STEP: np.ones((len(z), 1), np.float32)}
-        names = [f"selector.{i}.totals" for i in range(1, spec.num_drafts + 1)]
-        outputs = [tensor.name for tensor in (c.DRAFT_IDS, c.DRAFT_LOGITS) if engine.gives(tensor)]
-        found = engine.section(feeds, [CANDIDATES, *outputs, *names])
-        candidates, ids = found[CANDIDATES][0], found[c.DRAFT_IDS.name][0]
-        self.check_live(f"{label}.candidates", candidates)
+        logits = self._random_logits(draft, spec.final_logit_softcapping or 1.0)
+        found = _Selected.run(engine, spec, z, logits, anchor, form)
         best = np.argsort(-logits[:, :live], axis=1, kind="stable")[:, :count]
-        self.check_ids(f"{label}.candidates", np.sort(candidates), np.sort(best))
-        previous, unary = (
-            np.concatenate([anchor, ids[:-1]]),
-            np.take_along_axis(_shown(draft, logits), candidates, axis=1),
-        )
-        wanted, plain = (
-            unary + ref.selector_scores(draft.weights, spec, z, previous, candidates, ref.LINEAR[each])
+        self.check_ids(f"{label}.candidates", np.sort(found.candidates), np.sort(best))
+        self.compare(f"{label}.unary", found.unary, found.of_candidates(_shown(draft, logits)))
+        logits = self._random_logits(draft, self._follow_size(draft, z, count))
+        found = _Selected.run(engine, spec, z, logits, anchor, form)
+        previous = np.concatenate([anchor, found.ids[:-1]])
+        follows, plain = (
+            ref.selector_scores(draft.weights, spec, z, previous, found.candidates, ref.LINEAR[each])
             for each in (form, "float")
         )
-        totals, noise = np.concatenate([found[name][0] for name in names]), _rms(wanted - plain)
-        self.compare(label, totals, wanted, form, noise=noise)
-        is_best = totals == totals.max(axis=1, keepdims=True)
-        self.check_ids(f"{label}.ids", ids, np.where(is_best, candidates, live).min(axis=1))
-        if c.DRAFT_LOGITS.name in found:
-            given = np.full_like(logits, c.DEAD_LOGIT)
-            np.put_along_axis(given, candidates, totals, axis=1)
-            shown = found[c.DRAFT_LOGITS.name][0]
-            self.check_ids(f"{label}.logits", shown > c.DEAD_LOGIT / 2, given > c.DEAD_LOGIT / 2)
+        self.compare(label, found.totals - found.unary, follows, form, noise=_rms(follows - plain))
+        self.check_ids(f"{label}.ids", found.ids, found.lowest_best(live))
+        if found.logits is not None:
+            given = np.zeros(logits.shape, bool)
+            np.put_along_axis(given, found.candidates, True, axis=1)
+            self.check_ids(f"{label}.logits", found.logits > DEAD_BELOW, given)
+            self.compare(f"{label}.logits", found.of_candidates(found.logits), found.totals)
 
-    def _small_logits(self, draft: DFlashCheckpoint, z: Array, count: int) -> Array:
-        """Random scores [K,V], as logits of the size of what the selector adds; none is cut off by a softcap."""
-        spec, candidates = draft.spec, self.ids(len(z) * count).reshape(len(z), count)
-        size = _rms(ref.selector_scores(draft.weights, spec, z, self.ids(len(z)), candidates)) or 1.0
-        size = min(size, (spec.final_logit_softcapping or np.inf) / 4) / spec.output_multiplier
-        logits = np.float32(size) * self.rows(len(z), c.vocab_columns(spec.vocab_size))
+    def _follow_size(self, draft: DFlashCheckpoint, z: Array, count: int) -> float:
+        """The size of what a selector adds to logits; less where a softcap would cut off logits of that size."""
+        candidates = self.ids(len(z) * count).reshape(len(z), count)
+        size = _rms(ref.selector_scores(draft.weights, draft.spec, z, self.ids(len(z)), candidates)) or 1.0
+        return min(size, (draft.spec.final_logit_softcapping or np.inf) / 4)
+
+    def _random_logits(self, draft: DFlashCheckpoint, size: float) -> Array:
+        """Random base logits [K,V], of that size once they are multiplied; what is no token is dead."""
+        spec = draft.spec
+        scale = np.float32(size / spec.output_multiplier)
+        logits = scale * self.rows(spec.num_drafts, c.vocab_columns(spec.vocab_size))
         logits[:, self.bundle.target.live_vocab :] = c.DEAD_LOGIT
         return logits
 
@@ -526,6 +536,40 @@ class _Engine:
 
 
 @dataclass(frozen=True)
+class _Selected:
+    """What the selector of an engine made of given slots: ids [K]; candidates, their logits and scores [K,k]; [K,V]."""
+
+    ids: Array
+    candidates: Array
+    unary: Array
+    totals: Array
+    logits: Array | None
+
+    @classmethod
+    def run(
+        cls, engine: _Engine, spec: DFlashSpec, z: Array, logits: Array, anchor: Array, form: WeightForm
+    ) -> _Selected:
+        """For final-normed slots z [K,E] with these base logits [K,V] behind the anchor [1]."""
+        feeds = {Z: z[None], SCORES: logits, c.ANCHOR_ID.name: anchor}
+        feeds |= {} if form == "float" else {STEP: np.ones((len(z), 1), np.float32)}
+        names = [f"selector.{i}.totals" for i in range(1, spec.num_drafts + 1)]
+        outputs = [tensor.name for tensor in (c.DRAFT_IDS, c.DRAFT_LOGITS) if engine.gives(tensor)]
+        found = engine.section(feeds, [CANDIDATES, UNARY, *outputs, *names])
+        shown = found[c.DRAFT_LOGITS.name][0] if c.DRAFT_LOGITS.name in found else None
+        totals = np.concatenate([found[name][0] for name in names])
+        return cls(found[c.DRAFT_IDS.name][0], found[CANDIDATES][0], found[UNARY][0], totals, shown)
+
+    def of_candidates(self, logits: Array) -> Array:
+        """[K,V] -> [K,k]."""
+        return np.take_along_axis(logits, self.candidates, axis=1)
+
+    def lowest_best(self, above: int) -> Array:
+        """The drafts that follow from the scores: [K]. above: more than any id."""
+        is_best = self.totals == self.totals.max(axis=1, keepdims=True)
+        return np.asarray(np.where(is_best, self.candidates, above).min(axis=1))
+
+
+@dataclass(frozen=True)
 class _Convolution:
     """Both convolutions around one part of a layer, in an engine's graph; ``place`` is how their values begin."""
 
@@ -549,9 +593,6 @@ class _Convolution:
         feeds = {name: kernel[:, i].reshape(shape) for i, name in enumerate(self._names(side))}
         result: Array = self.engine.section({source: x[None], **feeds}, [output])[output][0]
         return result
-
-
-SIDES = ("in", "out")
 
 
 def _widened(model: ir.Model) -> ir.Model:

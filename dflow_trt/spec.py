@@ -213,6 +213,10 @@ class DrafterSpec:
         """Rows of a request in one drafting call."""
         return 1
 
+    def draft_calls(self, drafts: int) -> int:
+        """Calls of its drafting engine in a round of so many drafts, for all requests together."""
+        return drafts if self.serial else 1
+
     @property
     def draft_vocab(self) -> int:
         """Tokens that it scores."""
@@ -370,6 +374,10 @@ class Eagle3Spec(DrafterSpec):
         """See :class:`DrafterSpec`."""
         return self.stack
 
+    def draft_calls(self, drafts: int) -> int:
+        """See :class:`DrafterSpec`. The first draft comes with the reading of the target's pass."""
+        return drafts - 1
+
     @property
     def draft_vocab(self) -> int:
         """See :class:`DrafterSpec`."""
@@ -433,6 +441,10 @@ class NgramSpec(DrafterSpec):
     def num_drafts(self) -> int:
         """See :class:`DrafterSpec`."""
         return self.drafts
+
+    def draft_calls(self, drafts: int) -> int:
+        """See :class:`DrafterSpec`. There is no such engine."""
+        return 0
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> NgramSpec:

@@ -43,11 +43,13 @@ class Asked:
 
 @dataclass(frozen=True)
 class Sample:
-    """What one sample gives. rounds: the accepted drafts of each; the first token comes before them."""
+    """What one sample gives. rounds: the accepted drafts of each; the first token comes before them. drafted: the
+    drafts of each, 7 unless said otherwise."""
 
     ids: Sequence[int]
     rounds: Sequence[int] = ()
     reason: str = "length"
+    drafted: Sequence[int] | None = None
 
 
 class Failure(Exception):
@@ -181,7 +183,8 @@ def _rounds(asked: Asked, index: int, sample: Sample, tokenizer: Tokenizer) -> I
     """A response a round of one sample."""
     text = TextStream(tokenizer, asked.inputs.get("stop_words", ()))
     start, accepted, drafted, stopped = 0, 0, 0, False
-    for number, kept in enumerate((0, *sample.rounds)):
+    lengths = sample.drafted if sample.drafted is not None else [7] * len(sample.rounds)
+    for number, (kept, length) in enumerate(zip((0, *sample.rounds), (0, *lengths), strict=True)):
         ids = []
         for token in sample.ids[start : start + kept + 1]:
             ids.append(token)
@@ -189,7 +192,7 @@ def _rounds(asked: Asked, index: int, sample: Sample, tokenizer: Tokenizer) -> I
             if stopped:
                 break
         kept = min(kept, len(ids))
-        start, accepted, drafted = start + len(ids), accepted + kept, drafted + (7 if number else 0)
+        start, accepted, drafted = start + len(ids), accepted + kept, drafted + length
         last = number == len(sample.rounds) or stopped
         yield {
             "text_output": [text.finish() if last else text.take()],

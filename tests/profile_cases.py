@@ -9,6 +9,7 @@ from dflow_trt.method.sampling import SamplingParams
 from dflow_trt.profiling import metrics
 from dflow_trt.profiling.measure import Asked, Run, Step, Tick, Trace
 from dflow_trt.profiling.record import (
+    DrafterInfo,
     Lossless,
     Machine,
     Point,
@@ -98,7 +99,7 @@ def profile(results: Sequence[PointResult], **changes: Any) -> Profile:
         draft_weights="int8",
         max_batch_size=8,
         max_seq_len=128,
-        drafters={"dflow": 8},
+        drafters={"dflow": DrafterInfo(kind="dflash", drafts=7)},
     )
     machine = Machine(
         cpu="c", cpu_features=[], cores=2, memory=None, platform="p", load_average=[0.0], versions={"numpy": "2"}

@@ -228,7 +228,7 @@ def _taps(keys: Config, target: TargetSpec) -> tuple[int, ...]:
     taps = tuple(layer - first for layer in ids)
     if list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > last:
         why = "" if first else ", as the list begins with 1"
-        allowed = f"ids from {first} to {last + first} in rising order{why}"
+        allowed = f"ids from 1 to {last + first} in rising order{why}"
         raise keys.error(_TAPS, allowed, f"the target has {target.stack.num_layers} layers; its last is no tap")
     return taps
 

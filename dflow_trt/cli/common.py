@@ -59,7 +59,7 @@ def serving_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def drafter_source(text: str) -> DrafterSource:
-    """The drafter that ``[NAME=]DIR[:KEY=NUMBER,..]`` names; UserError for a name that is empty."""
+    """The drafter that ``[NAME=]DIR[:KEY=NUMBER,..]`` names; UserError where it is spelt otherwise."""
     with loading():
         from dflow_trt.build import DrafterSource
 
@@ -68,15 +68,26 @@ def drafter_source(text: str) -> DrafterSource:
     if separator and not Path(folder).exists():
         if not name:
             raise UserError(f"--drafter: {text!r} has no name before '='; allowed: NAME=DIR, or DIR alone")
-        return DrafterSource(Path(path), name, settings)
-    return DrafterSource(Path(folder), None, settings)
+        return DrafterSource(_folder(path), name, settings)
+    return DrafterSource(_folder(folder), None, settings)
+
+
+def _folder(text: str) -> Path:
+    """A path. ngram alone is no folder; ./ngram is one, and stays one where a path drops the dot."""
+    path = Path(text)
+    return path.absolute() if len(path.parts) == 1 and text != str(path) else path
 
 
 def _settings(text: str) -> tuple[str, dict[str, int]]:
-    """What stands before the last colon, and the numbers behind it; all of it where a path of that name exists."""
+    """What stands before the last colon, and the numbers behind it; all of it where a folder's own name has a colon."""
     folder, colon, tail = text.rpartition(":")
-    if not colon or not re.fullmatch(SETTINGS, tail) or Path(text).exists():
+    name, separator, path = text.partition("=")
+    if not colon or Path(text).exists() or (separator and ":" not in name and Path(path).exists()):
         return text, {}
+    if not re.fullmatch(SETTINGS, tail):
+        raise UserError(
+            f"--drafter: {text!r} is no folder, and {tail!r} behind its colon no settings; allowed: KEY=NUMBER,.."
+        )
     pairs = [part.split("=") for part in tail.split(",")]
     names = [key for key, _ in pairs]
     if len(set(names)) < len(names):

@@ -121,15 +121,22 @@ def profile(
 
 
 def _load(report: bool = False, remote: bool = False) -> None:
-    """The libraries of a profile; UserError names the extra that has one which is not installed."""
-    wanted = {"pydantic": "profile"} | ({"matplotlib": "profile"} if report else {})
-    wanted |= {"httpx": "profile,serve", "tritonclient.grpc": "profile,serve"} if remote else {}
+    """The libraries of a profile; UserError names the extra that is not installed, and what of it is missing."""
+    wanted = ["pydantic", *(["matplotlib"] if report else []), *(["httpx", "tritonclient.grpc"] if remote else [])]
+    extra = "profile,serve" if remote else "profile"
     with loading():
-        for name, extra in wanted.items():
-            try:
-                import_module(name)
-            except ModuleNotFoundError as error:
-                raise UserError(f"profile: needs {error.name}; pip install '.[{extra}]' in the checkout") from None
+        missing = [name for name in wanted if not _imports(name)]
+    if missing:
+        lacks = f"the extra {extra} is not installed (no {', '.join(missing)})"
+        raise UserError(f"profile: {lacks}; pip install '.[{extra}]' in the checkout")
+
+
+def _imports(name: str) -> bool:
+    try:
+        import_module(name)
+    except ModuleNotFoundError:
+        return False
+    return True
 
 
 def _measure(bundle: Path | None, url: str | None, given: dict[str, Any]) -> Result:

@@ -14,16 +14,14 @@ from dflow_trt.cli.interrupts import loading, undo_on_sigterm
 from dflow_trt.errors import UserError
 from dflow_trt.spec import RELAY_STARTS
 
+MODES = ("dflash", "self-conditioned", "dflow", "eagle3", "draft-model")
+
 
 @click.command()
 @click.option("--target", type=FOLDER, required=True, help="Folder of the target model (Qwen3, safetensors).")
 @click.option("--prompts", "file", type=FILE, required=True, help="JSONL, as for generate; see --chat.")
 @click.option("--output", type=FOLDER, required=True, help="Folder of the drafter.")
-@click.option(
-    "--mode",
-    type=click.Choice(["dflash", "self-conditioned", "dflow", "eagle3", "draft-model"]),
-    help="[default: dflash]",
-)
+@click.option("--mode", type=click.Choice(MODES), help="[default: dflash]")
 @click.option("--from", "source", type=FOLDER, help="A drafter to go on from, e.g. DFlash for --mode dflow.")
 @click.option("--rounds", type=POSITIVE, help="Rounds a step after the mask-only one. [default: 2; dflash has none]")
 @click.option("--block-size", type=click.IntRange(2), help="The anchor and its drafts. [default: 16, or as --from]")
@@ -38,9 +36,7 @@ from dflow_trt.spec import RELAY_STARTS
 @click.option("--heads", type=POSITIVE, help="Attention heads. [default: eagle3 as the target, draft-model half]")
 @click.option("--kv-heads", type=POSITIVE, help="Key/value heads. [default: likewise]")
 @click.option("--head-dim", type=POSITIVE, help="Size of a head. [default: the target's]")
-@click.option(
-    "--draft-vocab", type=POSITIVE, help="Ids that an EAGLE-3 head drafts, the most frequent. [default: 32000]"
-)
+@click.option("--draft-vocab", type=POSITIVE, help="Most frequent ids, which eagle3 drafts. [default: 32000]")
 @click.option("--drafts", type=click.IntRange(2), help="Of a round, of eagle3 and draft-model. [default: 5]")
 @click.option("--mask-token-id", type=int, help="[default: the first spare row, else the token <|mask|>]")
 @click.option(

@@ -28,7 +28,6 @@ class Drafting(base.Drafting[DraftModelSpec]):
     def __init__(self, spec: DraftModelSpec, bundle: Bundle, runtime: Runtime, run: Run) -> None:
         super().__init__(spec, bundle, runtime, run)
         self._min_rows = 2 if spec.model.stack.heads_per_group == 1 else 1
-        self._chunk = bundle.build.prefill_chunk
 
     def propose(self, slots: range, rows: Sequence[Slot], wanted: Sequence[int]) -> list[list[int]]:
         """See :class:`dflow_trt.drafting.base.Drafting`."""
@@ -38,33 +37,43 @@ class Drafting(base.Drafting[DraftModelSpec]):
             found = self._read(slots, rows, unread)
             for draft, token in zip(drafts, found.tolist(), strict=True):
                 draft.append(token)
-            unread = [[draft[-1]] if step + 1 < count else [] for draft, count in zip(drafts, wanted, strict=True)]
+            unread = [[draft[-1]] if step < count else [] for draft, count in zip(drafts, wanted, strict=True)]
         return [draft[:count] for draft, count in zip(drafts, wanted, strict=True)]
 
     def _read(self, slots: range, rows: Sequence[Slot], tokens: Sequence[Sequence[int]]) -> Ids:
         """Read tokens behind each request's cache, in as many calls as they take: the next token of each, [B]."""
-        first = [part[: self._chunk] for part in tokens]
-        found = self._call(slots, rows, first)
-        for slot, part in zip(rows, first, strict=True):
-            slot.context_len += len(part)
-        rest = [part[self._chunk :] for part in tokens]
-        if any(rest):
-            later = self._read(slots, rows, rest)
-            found = np.where([bool(part) for part in rest], later, found)
-        return found
+        found_B, rest = np.zeros(len(rows), np.int64), list(tokens)
+        while any(rest):
+            users = [i for i, part in enumerate(rest) if part]
+            near = slice(users[0], users[-1] + 1)
+            chunk = self._chunk(near.stop - near.start)
+            next_B = self._call(slots[near], rows[near], [part[:chunk] for part in rest[near]])
+            found_B[users] = next_B[np.array(users) - near.start]
+            rest = [part[chunk:] for part in rest]
+        return found_B
+
+    def _chunk(self, batch: int) -> int:
+        """The most rows of a request in one call: like those of target passes, all of them are bounded together."""
+        build = self.bundle.build
+        return min(build.prefill_chunk, build.max_num_tokens // batch)
 
     def _call(self, slots: range, rows: Sequence[Slot], tokens: Sequence[Sequence[int]]) -> Ids:
+        """One call; its tokens are in the caches then. The next token of each request, [B]."""
         start_B = np.array([slot.context_len for slot in rows], np.int64)
         width = max(self._min_rows, *map(len, tokens))
+        last_id = self.spec.model.vocab_size - 1  # a prompt may have ids of the target's padding, where there is more
         feeds = {
-            c.INPUT_IDS.name: padded(tokens, width),
+            c.INPUT_IDS.name: np.minimum(padded(tokens, width), last_id),
             c.POSITION_IDS.name: positions(start_B, width),
             c.LOGIT_ROWS.name: np.array([[max(0, len(part) - 1)] for part in tokens], np.int64),
             c.WRITE_INDEX.name: start_B,
             c.KV_INDEX.name: kv_index(int(start_B.max()) + width),
         }
-        found: Ids = self.run(c.DRAFTER, slots, feeds, (c.NEXT_IDS.name,))[0][:, 0].copy()
-        return found
+        next_BR = self.run(c.DRAFTER, slots, feeds, (c.NEXT_IDS.name,))[0]
+        for slot, part in zip(rows, tokens, strict=True):
+            slot.context_len += len(part)
+        next_B: Ids = next_BR[:, 0]
+        return next_B
 
     def observe(self, passed: Passed) -> None:
         """A prompt's rows are read here too; of drafts, those that were accepted stay."""

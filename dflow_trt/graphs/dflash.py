@@ -57,9 +57,8 @@ def stored(spec: DFlashSpec) -> dict[str, Stored]:
 def _shapes(spec: DFlashSpec) -> Shapes:
     """The checkpoint's, but as they are stored."""
     shapes = drafter_tensors(spec)
-    if isinstance(
-        spec.head, DominoSpec
-    ):  # its rows cover every column of the head, and its first matrix is split by input
+    if isinstance(spec.head, DominoSpec):
+        # its rows cover every column of the head, and its first matrix is split by input
         down, up = DOMINO_NAMES[2:]
         width = spec.stack.hidden_size
         shapes |= {up: (c.vocab_columns(spec.vocab_size), spec.head.rank), down: (spec.head.rank, width)}

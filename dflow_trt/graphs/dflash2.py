@@ -117,8 +117,9 @@ class _Selector:
         if scores.step is not None:
             values = g.op("selector.top.logits", "Mul", values, scores.step)
         logits = output_transform(g, self._drafter, self._wide("selector.top", values), "float32")
-        by_slot = g.op("selector.unary", "Reshape", logits, shape)
-        return by_slot, g.op("selector.candidates", "Reshape", ids, shape)
+        candidates = g.op("selector.candidates", "Reshape", ids, shape)
+        candidates.type = ir.TensorType(ir.DataType.INT64)  # the self-check cuts the graph there
+        return g.op("selector.unary", "Reshape", logits, shape), candidates
 
     def _successors(self, z: ir.Value) -> ir.Value:
         """W z_i * S[c] for every candidate c of slot i: [B,K,k,rank]."""

@@ -39,6 +39,9 @@ def read(folder: Path, target: TargetCheckpoint, name: str | None, settings: Set
 def _check_vocabulary(model: TargetCheckpoint, target: TargetCheckpoint) -> None:
     """UserError unless every id means the same to both; rows of padding may differ."""
     ours, theirs = _tokens(model), _tokens(target)
+    if bool(ours) != bool(theirs):
+        lacking, other = (target, model) if ours else (model, target)
+        raise refuse(lacking.path, TOKENIZER, "missing", f"one, as {other.path} has", "complete the folder")
     sizes = [checkpoint.spec.live_vocab for checkpoint in (model, target)]
     differ = [i for i in sorted(ours.keys() | theirs.keys()) if ours.get(i) != theirs.get(i)]
     if sizes[0] == sizes[1] and not differ:

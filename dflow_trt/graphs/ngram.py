@@ -19,8 +19,10 @@ MIN_MATCH, MAX_MATCH, DRAFTS = 2, 4, 8
 def read(folder: Path, target: TargetCheckpoint, name: str | None, settings: Settings) -> DrafterCheckpoint:
     """``ngram``, with the settings min, max (of the match) and drafts."""
     known_settings(folder, settings, "min", "max", "drafts")
-    least = setting(folder, settings, "min", min(MIN_MATCH, settings.get("max", MIN_MATCH)), 1, LONGEST_MATCH)
+    least = setting(folder, settings, "min", MIN_MATCH, 1, LONGEST_MATCH)
     most = setting(folder, settings, "max", max(MAX_MATCH, least), 1, LONGEST_MATCH)
+    if "min" not in settings:
+        least = min(least, most)
     if least > most:
         raise UserError(f"--drafter: {folder}:min={least},max={most}; allowed: min up to max")
     drafts = setting(folder, settings, "drafts", DRAFTS, 1, MOST_DRAFTS)

@@ -1,7 +1,8 @@
 """Which draft length pays, by what was measured: tokens a round by length over milliseconds a round by length.
 
-The drafter always fills its whole block, so what is accepted of the first k drafts hardly depends on how many are
-verified: one run at full length tells the tokens of every shorter one. Its time comes from :mod:`.costs`.
+What is accepted of the first k drafts does not depend on how many follow them: a block is always filled whole, and one
+draft after another knows only those before it. So one run at full length tells the tokens of every shorter one. Times
+come from :mod:`.costs`; a round in which nothing is proposed is a step of plain decoding.
 """
 
 from __future__ import annotations
@@ -12,15 +13,31 @@ from itertools import accumulate
 import numpy as np
 
 from dflow_trt.profiling.metrics import survival
-from dflow_trt.profiling.record import Acceptance, Advice, Forecast, PointResult, RoundCost
+from dflow_trt.profiling.record import Acceptance, Advice, Forecast, Point, PointResult, RoundCost
 from dflow_trt.spec import AUTOREGRESSIVE
 
 HALVINGS = 60
 
 
-def tokens_by_length(counts: Acceptance) -> list[float]:
-    """Entry k: tokens a round that verifies k drafts, the bonus token included."""
-    return [1.0, *(1.0 + total for total in accumulate(survival(counts)))]
+def tokens_by_length(counts: Acceptance, drafts: int) -> list[float]:
+    """Entry k: tokens a round that verifies at most k drafts, the bonus token included."""
+    shares = _padded(survival(counts), drafts)
+    return [1.0, *(1.0 + total for total in accumulate(shares))]
+
+
+def times_by_length(counts: Acceptance, batch: int, costs: Sequence[float]) -> list[float]:
+    """Entry k: milliseconds a round that verifies at most k drafts. costs: where every request has so many.
+
+    A pass is as wide as the request with most drafts: where drafts are few in some rounds, a batch hides that.
+    """
+    alone = _padded([count / counts.rounds for count in counts.drafted_at], len(costs) - 1)
+    shares = [1 - (1 - share) ** batch for share in alone]
+    return list(accumulate((s * (b - a) for s, a, b in zip(shares, costs, costs[1:], strict=False)), initial=costs[0]))
+
+
+def _padded(values: Sequence[float], count: int) -> list[float]:
+    """The first so many, nothing behind them."""
+    return [*values[:count], *[0.0] * (count - len(values))]
 
 
 def geometric_tokens(rate: float, drafts: int) -> float:
@@ -60,10 +77,12 @@ def _is_of(result: PointResult, cost: RoundCost) -> bool:
 
 
 def _advice(costs: Sequence[RoundCost], plain: RoundCost, results: Sequence[PointResult]) -> Advice:
-    longest = max(results, key=lambda each: len(each.total.drafted_at))
-    tokens = tokens_by_length(longest.total)
-    times = np.interp(range(len(tokens)), [cost.drafts for cost in costs], [cost.total for cost in costs]).tolist()
     full = costs[-1]
+    longest = max(results, key=lambda each: _length(each.point, full.drafts))
+    drafts, counts = _length(longest.point, full.drafts), longest.total
+    timed = [0, *(cost.drafts for cost in costs)], [plain.total, *(cost.total for cost in costs)]
+    tokens = tokens_by_length(counts, drafts)
+    times = times_by_length(counts, full.batch, np.interp(range(drafts + 1), *timed).tolist())
     forecasts = [
         Forecast(
             drafts=k,
@@ -72,26 +91,32 @@ def _advice(costs: Sequence[RoundCost], plain: RoundCost, results: Sequence[Poin
             predicted=tokens[k] * plain.total / times[k],
             measured=_measured(results, k, full.drafts),
         )
-        for k in range(1, len(tokens))
+        for k in range(1, drafts + 1)
     ]
-    best = max(forecasts, key=lambda each: each.predicted, default=None)
+    best = max(forecasts, key=lambda each: each.predicted)
     return Advice(
         strategy=full.strategy,
+        kind=full.kind,
+        drafts=full.drafts,
         batch=full.batch,
         temperature=full.temperature,
         input_len=full.input_len,
         plain=plain.total,
         break_even=full.total / plain.total,
         break_even_rate=break_even_rate(full.total / plain.total, full.drafts),
-        best_drafts=best.drafts if best is not None and best.predicted > 1 else 0,
+        best_drafts=best.drafts if best.predicted > 1 else 0,
         forecasts=forecasts,
     )
 
 
-def _measured(results: Sequence[PointResult], drafts: int, longest: int) -> float | None:
+def _length(point: Point, most: int) -> int:
+    """The most drafts of its rounds."""
+    return most if point.draft_tokens is None else min(point.draft_tokens, most)
+
+
+def _measured(results: Sequence[PointResult], drafts: int, most: int) -> float | None:
     """The decode speed-up of the point that verifies so many."""
     for result in results:
-        wanted = longest if result.point.draft_tokens is None else min(result.point.draft_tokens, longest)
-        if wanted == drafts and result.speedup is not None:
+        if _length(result.point, most) == drafts and result.speedup is not None:
             return result.speedup.decode
     return None

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import matplotlib as mpl
@@ -20,19 +21,24 @@ from dflow_trt.profiling import words
 from dflow_trt.profiling.metrics import survival
 from dflow_trt.profiling.record import (
     PAPER_RELAY_SHARE,
+    Acceptance,
     Distribution,
     Point,
     PointResult,
     Profile,
     Roofline,
 )
-from dflow_trt.spec import AUTOREGRESSIVE
+from dflow_trt.spec import AUTOREGRESSIVE, DRAFT_POLICIES
 
 WIDTH = 9.6  # inches, of 72 points; the page scales it
 INK, FAINT, GRID, PAPER = "#010101", "#010102", "#010103", "#010104"
 SERIES = tuple(f"#0102{i:02x}" for i in range(8))
 STAGES = tuple(f"#0103{i:02x}" for i in range(8))
 HEAT = "#010401"
+CELLS = 28  # of heat maps side by side
+LEGEND_ROW = 0.2  # inches
+MOST_PANELS = 4  # of lengths
+STYLES: tuple[Any, ...] = ("solid", (0, (2, 2)), (0, (6, 2)), (0, (6, 2, 1, 2)))
 MEMORY_PARTS = (
     "target_weights",
     "draft_weights",
@@ -76,6 +82,37 @@ STYLE: Any = {
 
 
 Panel = tuple[str, Callable[[PointResult], float | None]]
+
+
+@dataclass(frozen=True)
+class Loads:
+    """A way to load a decoder. at: how much of it a point has, None where it is loaded otherwise. panel: what is drawn
+    over it beside tokens a second."""
+
+    name: str
+    title: str
+    unit: str
+    at: Callable[[Point], float | None]
+    panel: Panel
+    caption: str
+
+
+CLOSED = Loads(
+    "load",
+    "Throughput and latency by concurrency",
+    "requests in flight",
+    lambda point: point.concurrency,
+    ("milliseconds a token after the first, median", lambda result: result.latency.tpot.p50),
+    "Whole runs, prefill and the draining end of every turn included.",
+)
+OPEN = Loads(
+    "rate",
+    "Throughput and latency by arrivals",
+    "requests a second",
+    lambda point: point.rate,
+    ("milliseconds to the first token, median", lambda result: result.latency.ttft.p50),
+    "Poisson arrivals. Where tokens a second no longer rise, requests wait, and the first token is late.",
+)
 
 
 @dataclass(frozen=True)
@@ -133,6 +170,13 @@ def _figure(rows: float, columns: int = 1, stacked: int = 1, **options: Any) -> 
     return figure, figure.subplots(stacked, columns, squeeze=False, **options)
 
 
+def _legend(figure: Figure, axes: Any, columns: int = 4) -> None:
+    """What the axes' series are, below the plots, which keep their height."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.set_figheight(figure.get_figheight() + LEGEND_ROW * -(-len(labels) // columns))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns)
+
+
 def _bars_height(count: int) -> float:
     return 0.9 + 0.34 * count
 
@@ -145,6 +189,21 @@ def _first_load(profile: Profile) -> list[PointResult]:
     """The results of one load: the first, which is the lightest unless the user put another in front."""
     load = profile.results[0].point.load
     return [result for result in profile.results if result.point.load == load]
+
+
+def _longest(results: Sequence[PointResult], policy: str | None = None) -> list[PointResult]:
+    """Of points that differ in nothing but their drafts, the one that verifies most; with a policy, of those of it if
+    there are any."""
+    chosen: dict[Point, PointResult] = {}
+    for result in sorted(results, key=lambda each: (each.point.draft_policy == policy, _most_drafts(each.point))):
+        plain = {"draft_tokens": None} | ({"draft_policy": policy} if policy is not None else {})
+        chosen[result.point.model_copy(update=plain)] = result
+    kept = {result.point for result in chosen.values()}
+    return [result for result in results if result.point in kept]
+
+
+def _most_drafts(point: Point) -> float:
+    return float("inf") if point.draft_tokens is None else point.draft_tokens
 
 
 def _row_label(point: Point, loads: int) -> str:
@@ -186,27 +245,36 @@ def _rows(axes: Any, labels: Sequence[str]) -> None:
 
 def _latency_chart(profile: Profile) -> Chart | None:
     """Distributions of one load: to the first token, between tokens, whole requests."""
-    results = _first_load(profile)
+    results = _longest(_first_load(profile))
     panels: list[tuple[str, Callable[[PointResult], Distribution]]] = [
         ("time to first token", lambda result: result.latency.ttft),
         ("between tokens", lambda result: result.latency.itl),
         ("whole request", lambda result: result.latency.request),
     ]
     figure, [row] = _figure(3.4, len(panels), sharey=True)
-    colours = Colours([result.point.strategy for result in results])
+    colours, styles = Colours([result.point.strategy for result in results]), _styles(results)
     for axes, (title, of) in zip(row, panels, strict=True):
         for result in results:
-            curve = of(result).curve
-            style = (0, (2, 2)) if result.point.draft_tokens is not None else "solid"
-            shares = np.linspace(0, 1, len(curve))
-            axes.plot(curve, shares, color=colours[result.point.strategy], label=result.point.label, linestyle=style)
+            point, curve = result.point, of(result).curve
+            shares, drawn = np.linspace(0, 1, len(curve)), {"color": colours[point.strategy], "label": point.label}
+            axes.plot(curve, shares, linestyle=styles[_setting(point)], **drawn)
         axes.set_title(title)
         axes.set_xlabel("milliseconds")
         _log_if_wide(axes)
     row[0].set_ylabel("share of samples")
-    figure.legend(*row[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    _legend(figure, row[0])
     caption = f"Load: {results[0].point.load}. Tokens that came together share the gap before them."
     return _chart("latency", "Latency", caption, figure)
+
+
+def _setting(point: Point) -> tuple[str, float, int | None]:
+    return point.draft_policy, point.temperature, point.input_len
+
+
+def _styles(results: Sequence[PointResult]) -> dict[tuple[str, float, int | None], Any]:
+    """A line for each policy, temperature and prompt length."""
+    settings = dict.fromkeys(_setting(result.point) for result in results)
+    return {setting: STYLES[i % len(STYLES)] for i, setting in enumerate(settings)}
 
 
 def _log_if_wide(axes: Any) -> None:
@@ -218,49 +286,27 @@ def _log_if_wide(axes: Any) -> None:
         axes.xaxis.set_major_formatter("{x:g}")
 
 
-def _closed_chart(profile: Profile) -> Chart | None:
-    """Tokens a second, and time a token, by the requests in flight."""
-    results = [result for result in profile.results if result.point.concurrency is not None]
-    panels: list[Panel] = [
-        ("output tokens a second", lambda result: result.throughput.tokens_per_second),
-        ("milliseconds a token after the first, median", lambda result: result.latency.tpot.p50),
-    ]
-    caption = "Whole runs, prefill and the draining end of every turn included."
-    return _load_chart("load", "Throughput and latency by concurrency", "requests in flight", results, panels, caption)
-
-
-def _open_chart(profile: Profile) -> Chart | None:
-    """Tokens a second, and time to first token, by the rate of arrivals."""
-    results = [result for result in profile.results if result.point.rate is not None]
-    panels: list[Panel] = [
-        ("output tokens a second", lambda result: result.throughput.tokens_per_second),
-        ("milliseconds to the first token, median", lambda result: result.latency.ttft.p50),
-    ]
-    caption = "Poisson arrivals. Where tokens a second no longer rise, requests wait, and the first token is late."
-    return _load_chart("rate", "Throughput and latency by arrivals", "requests a second", results, panels, caption)
-
-
-def _load_chart(
-    name: str, title: str, unit: str, results: Sequence[PointResult], panels: Sequence[Panel], caption: str
-) -> Chart | None:
-    """A line a strategy; None for a single load."""
+def _load_chart(loads: Loads, profile: Profile) -> Chart | None:
+    """Tokens a second, and a time, by the load; a line a strategy. None for a single load."""
+    results = _longest([result for result in profile.results if loads.at(result.point) is not None])
     if len(_loads(results)) < 2:
         return None
-    figure, [row] = _figure(3.6, len(panels))
-    colours = Colours([result.point.strategy for result in results])
+    panels: list[Panel] = [("output tokens a second", lambda result: result.throughput.tokens_per_second), loads.panel]
+    figure, [row] = _figure(3.4, len(panels))
+    colours, styles = Colours([result.point.strategy for result in results]), _styles(results)
     for axes, (heading, of) in zip(row, panels, strict=True):
         for label in dict.fromkeys(result.point.label for result in results):
             mine = [result for result in results if result.point.label == label]
-            at = [result.point.concurrency or result.point.rate or 0 for result in mine]
-            colour = colours[mine[0].point.strategy]
-            axes.plot(at, [_or_nan(of(each)) for each in mine], "o-", color=colour, markersize=4, label=label)
+            places, point = [loads.at(each.point) for each in mine], mine[0].point
+            drawn = {"color": colours[point.strategy], "linestyle": styles[_setting(point)], "label": label}
+            axes.plot(places, [_or_nan(of(each)) for each in mine], "o", markersize=4, **drawn)
         axes.set_title(heading)
-        axes.set_xlabel(unit)
+        axes.set_xlabel(loads.unit)
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:g}")
         axes.set_ylim(bottom=0)
-    figure.legend(*row[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    return _chart(name, title, caption, figure)
+    _legend(figure, row[0])
+    return _chart(loads.name, loads.title, loads.caption, figure)
 
 
 def _or_nan(value: float | None) -> float:
@@ -292,7 +338,7 @@ def _stage_chart(profile: Profile) -> Chart | None:
     _rows(axes, [_row_label(result.point, loads) for result in results])
     axes.set_xlim(0, 1.28 * left.max())
     axes.set_xlabel("milliseconds a round")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(names))
+    _legend(figure, axes, columns=len(names))
     caption = f"Steps that decode and do not prefill. The paper's relay takes {words.percent(PAPER_RELAY_SHARE, 1)}."
     return _chart("stages", "Where a round's time goes", caption, figure)
 
@@ -301,56 +347,74 @@ def _stage_chart(profile: Profile) -> Chart | None:
 
 
 def _acceptance_chart(profile: Profile) -> Chart | None:
-    """The share of rounds whose first drafts were all accepted, by position and task."""
-    results = [result for result in _first_load(profile) if result.total.drafted_at]
-    results = [result for result in results if result.point.draft_tokens is None] or results
+    """Rounds that accepted all drafts up to a position: a panel a strategy, or a row where there is one task."""
+    results = [result for result in _longest(_first_load(profile), DRAFT_POLICIES[0]) if result.total.drafted_at]
     if not results:
         return None
-    rows = [(result.point, counts) for result in results for counts in (*result.by_task, result.total)]
-    width = max(len(counts.drafted_at) for _, counts in rows)
-    figure, [[axes]] = _figure(0.9 + 0.25 * len(rows))
-    for row, (_, counts) in enumerate(rows):
+    panels = _panels(results)
+    width = max(len(result.total.drafted_at) for result in results)
+    columns = min(len(panels), max(1, CELLS // (width + 1)))
+    stacked, rows = -(-len(panels) // columns), max(map(len, panels.values()))
+    figure, grid = _figure(0.5 + stacked * (0.5 + 0.25 * rows), columns, stacked, sharey=True)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    for axes, (title, counts) in zip(grid.flat, panels.items(), strict=False):
+        _heat_map(axes, counts, width)
+        axes.set_title(title)
+    figure.supxlabel("draft position; tau: tokens a round, bonus token included", fontsize=10, color=FAINT)
+    caption = f"Percent of all rounds that accepted this draft and those before it. Load: {results[0].point.load}."
+    return _chart("acceptance", "Acceptance by position and task", caption, figure)
+
+
+def _panels(results: Sequence[PointResult]) -> dict[str, dict[str, Acceptance]]:
+    """By title, rows by label."""
+    if all(len(result.by_task) == 1 for result in results):
+        return {results[0].by_task[0].task: {result.point.label: result.total for result in results}}
+    return {
+        result.point.label: {counts.task: counts for counts in (*result.by_task, result.total)} for result in results
+    }
+
+
+def _heat_map(axes: Any, rows: Mapping[str, Acceptance], width: int) -> None:
+    for row, counts in enumerate(rows.values()):
         for column, share in enumerate(survival(counts)):
             axes.add_patch(mpl.patches.Rectangle((column + 0.52, row - 0.46), 0.96, 0.92, color=HEAT, alpha=share))
             colour = PAPER if share > 0.6 else INK
-            axes.text(column + 1, row, f"{100 * share:.0f}", ha="center", va="center", fontsize=8.5, color=colour)
-        tau = "" if counts.tau_emitted is None else f"{counts.tau_emitted:.2f}"
-        axes.text(width + 1, row, tau, ha="center", va="center", fontsize=8.5)
-    _rows(axes, [f"{point.label}  {counts.task}" for point, counts in rows])
+            axes.text(column + 1, row, f"{100 * share:.0f}", ha="center", va="center", fontsize=8, color=colour)
+        tau = words.number(counts.tau_emitted)
+        axes.text(width + 1, row, tau, ha="center", va="center", fontsize=8)
+    _rows(axes, list(rows))
     axes.set_xlim(0.45, width + 1.5)
     axes.set_xticks(range(1, width + 2), [*map(str, range(1, width + 1)), "tau"])
-    axes.set_xlabel("draft position; tau: tokens a round, bonus token included")
     axes.grid(visible=False)
     for side in ("left", "bottom"):
         axes.spines[side].set_visible(False)
     axes.tick_params(length=0)
-    caption = f"Percent of rounds that accepted this draft and all before it. Load: {rows[0][0].load}."
-    return _chart("acceptance", "Acceptance by position and task", caption, figure)
 
 
 def _length_chart(profile: Profile) -> Chart | None:
     """Predicted and measured speed-up by the drafts that are verified."""
     if not any(advice.forecasts for advice in profile.advice):
         return None
-    batches = list(dict.fromkeys((a.batch, a.temperature, a.input_len) for a in profile.advice))[:4]
-    figure, [row] = _figure(3.4, len(batches), sharey=True)
+    loads = list(dict.fromkeys(map(words.where, profile.advice)))
+    shown = loads[:MOST_PANELS]
+    figure, [row] = _figure(3.2, len(shown), sharey=True)
     colours = Colours([advice.strategy for advice in profile.advice])
-    for axes, batch in zip(row, batches, strict=True):
-        for advice in profile.advice:
-            if (advice.batch, advice.temperature, advice.input_len) != batch:
-                continue
+    for axes, load in zip(row, shown, strict=True):
+        for advice in (each for each in profile.advice if words.where(each) == load):
             colour, drafts = colours[advice.strategy], [each.drafts for each in advice.forecasts]
             axes.plot(drafts, [each.predicted for each in advice.forecasts], color=colour, label=advice.strategy)
             measured = [(each.drafts, each.measured) for each in advice.forecasts if each.measured is not None]
             axes.plot(*zip(*measured, strict=True), "o", color=colour) if measured else None
         axes.axhline(1, color=FAINT, linewidth=1, linestyle=(0, (4, 3)))
-        axes.set_title(f"{batch[0]} at once")
+        axes.set_title(load)
         axes.set_xlabel("drafts verified in a round")
         axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.set_ylim(bottom=0)
+    row[0].set_ylim(bottom=0)
     row[0].set_ylabel("decode speed-up over ar")
-    figure.legend(*row[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    _legend(figure, row[0])
     caption = "Lines: measured acceptance over measured round times. Dots: what those runs gave."
+    caption += f" Loads beyond the first {MOST_PANELS} are in the table." if len(loads) > MOST_PANELS else ""
     return _chart("lengths", "How many drafts to verify", caption, figure)
 
 
@@ -362,7 +426,7 @@ def _roofline_chart(profile: Profile) -> Chart | None:
     found = profile.roofline
     if found is None or not found.passes:
         return None
-    figure, [[axes]] = _figure(4.4)
+    figure, [[axes]] = _figure(4.2)
     colours = Colours([each.strategy for each in found.passes])
     seen: set[str] = set()
     for each in found.passes:
@@ -381,7 +445,7 @@ def _roofline_chart(profile: Profile) -> Chart | None:
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("operations a byte")
     axes.set_ylabel("Gop/s")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    _legend(figure, axes)
     caption = (
         "Circles are verify passes, triangles draft passes; counted are weights, live cache rows, products, attention. "
         f"Slopes: from a working set of the model's size, {found.roof.working_set_bandwidth / 1e9:.1f} GB/s, and from "
@@ -407,38 +471,46 @@ def _draw_roof(axes: Any, found: Roofline) -> None:
 
 
 def _memory_chart(profile: Profile) -> Chart | None:
-    """Planned parts beside what became resident."""
+    """Planned parts beside what became resident, and what of them each drafter has."""
     found = profile.memory
     if found is None or found.after is None or found.before is None:
         return None
-    figure, [[axes]] = _figure(1.9)
-    left = 0.0
-    for i, part in enumerate(MEMORY_PARTS):
-        size = found.planned[part] / 1e6
-        axes.barh([0], [size], left=left, height=0.6, color=STAGES[i], label=part.replace("_", " "))
-        left += size
-    _size_label(axes, left, 0)
-    grown = (found.after - found.before) / 1e6
-    axes.barh([1], [grown], height=0.6, color=FAINT)
-    _size_label(axes, grown, 1)
-    _rows(axes, ["planned", "used"])
-    axes.set_xlim(0, 1.12 * max(left, grown))
+    labels = ["planned", *(f"of it {name}" for name in found.drafters), "used"]
+    figure, [[axes]] = _figure(_bars_height(len(labels)) + 0.5)
+    widths = [_stacked(axes, 0, found.planned)]
+    for row, sizes in enumerate(found.drafters.values(), 1):
+        parts = {"draft_weights": sizes.weights, "drafter_cache": sizes.cache, "relay_state": sizes.relay_state}
+        widths.append(_stacked(axes, row, parts))
+    widths.append((found.after - found.before) / 1e6)
+    axes.barh([len(widths) - 1], widths[-1:], height=0.6, color=FAINT)
+    for row, width in enumerate(widths):
+        text = f"{width:.1f} MB"
+        axes.annotate(text, (width, row), (5, 0), textcoords="offset points", va="center", fontsize=8.5)
+    _rows(axes, labels)
+    axes.set_xlim(0, 1.12 * max(widths))
     axes.set_xlabel("MB")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    _legend(figure, axes)
     caption = f"Used: what the {found.device} grew by. On a CPU, caches count as they fill."
     return _chart("memory", "Memory", caption, figure)
 
 
-def _size_label(axes: Any, size: float, row: int) -> None:
-    axes.annotate(f"{size:.0f} MB", (size, row), (5, 0), textcoords="offset points", va="center", fontsize=8.5)
+def _stacked(axes: Any, row: int, parts: Mapping[str, int]) -> float:
+    """One bar of the parts, in their order; its length."""
+    left = 0.0
+    for i, part in enumerate(MEMORY_PARTS):
+        size = parts.get(part, 0) / 1e6
+        label = part.replace("_", " ") if row == 0 else None
+        axes.barh([row], [size], left=left, height=0.6, color=STAGES[i], label=label)
+        left += size
+    return left
 
 
 _CHARTS: tuple[Callable[[Profile], Chart | None], ...] = (
     _speedup_chart,
     _latency_chart,
     _stage_chart,
-    _closed_chart,
-    _open_chart,
+    partial(_load_chart, CLOSED),
+    partial(_load_chart, OPEN),
     _acceptance_chart,
     _length_chart,
     _roofline_chart,

@@ -1,7 +1,7 @@
 """What a round costs by its drafts: the same requests, rounds of all lengths in turn, apart from the workload.
 
-Times of a round do not depend on what is accepted, so any prompts will do; they depend on the batch, on the rows that
-are verified, and on the live context.
+Times of a round do not depend on what is accepted, so any prompts will do, and any drafts where a drafter has fewer
+than it was asked for; they depend on the batch, on the rows that are verified, and on the live context.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dflow_trt.bundle import Bundle
 from dflow_trt.profiling.measure import PREFILL, Asked, LocalDriver, TimedDecoder
 from dflow_trt.profiling.metrics import STAGE_NAMES
 from dflow_trt.profiling.record import Point, RoundCost
-from dflow_trt.request import Request
+from dflow_trt.request import Request, Slot
 
 PASSES = 4  # over all strategies, every second one in the other direction
 LEAST_ROUNDS, MOST_ROUNDS = 2, 6  # of a length in a pass
@@ -48,12 +48,17 @@ def measure_costs(
         for point in points if turn % 2 == 0 else reversed(points):
             drafter = bundle.strategy(point.strategy).drafter
             num_drafts = bundle.drafters[drafter].spec.num_drafts if drafter is not None else 0
-            lane = _Lane(driver.decoder(point), bundle, point, asked)
+            lane = _Lane(driver.decoder(point, _FullRounds), bundle, point, asked)
             samples[point] += lane.measure(lengths(num_drafts, wanted) if num_drafts else [0])
-    return [cost for point in points for cost in _costs(point, samples[point])]
+    return [cost for point in points for cost in _costs(point, _kind(bundle, point.strategy), samples[point])]
 
 
-def _costs(point: Point, samples: Sequence[_Sample]) -> list[RoundCost]:
+def _kind(bundle: Bundle, strategy: str) -> str | None:
+    drafter = bundle.strategy(strategy).drafter
+    return bundle.drafters[drafter].spec.kind if drafter is not None else None
+
+
+def _costs(point: Point, kind: str | None, samples: Sequence[_Sample]) -> list[RoundCost]:
     by_length: dict[int, list[_Sample]] = defaultdict(list)
     for sample in samples:
         by_length[sample.drafts].append(sample)
@@ -61,6 +66,7 @@ def _costs(point: Point, samples: Sequence[_Sample]) -> list[RoundCost]:
     return [
         RoundCost(
             strategy=point.strategy,
+            kind=kind,
             batch=point.concurrency,
             temperature=point.temperature,
             input_len=point.input_len,
@@ -76,6 +82,14 @@ def _costs(point: Point, samples: Sequence[_Sample]) -> list[RoundCost]:
 def _medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
     names = dict.fromkeys(name for each in rounds for name in each)
     return {STAGE_NAMES.get(name, name): statistics.median(each.get(name, 0.0) for each in rounds) for name in names}
+
+
+class _FullRounds(TimedDecoder):
+    """Every round has the drafts that were asked for: where a drafter has fewer, any token stands for the others."""
+
+    def _draft(self, decoding: Sequence[Slot], wanted: Sequence[int]) -> list[tuple[int, ...]]:
+        made = super()._draft(decoding, wanted)
+        return [draft + (0,) * (count - len(draft)) for draft, count in zip(made, wanted, strict=True)]
 
 
 class _Lane:

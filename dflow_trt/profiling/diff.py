@@ -32,25 +32,56 @@ class Change(Part):
 
 class Difference(Part):
     """settings: those that differ, in words; with any, the profiles are not comparable. around: what else differs, of
-    bundle, machine and versions: what a comparison may be about. changes: of points that both have."""
+    bundle, machine and versions: what a comparison may be about. only_a, only_b: points that the other has not, in
+    words. changes: of points that both have."""
 
     comparable: bool
     settings: list[str]
     around: list[str]
+    only_a: list[str]
+    only_b: list[str]
     changes: list[Change]
 
 
 def compare(a: Profile, b: Profile) -> Difference:
-    """What is different in B."""
-    settings = list(_differences("", _plain(a.settings), _plain(b.settings)))
+    """What is different in B. Points of one alone are left out: they were measured in turn with the others."""
+    settings = list(_differences("", *_settings(a, b)))
     around = [
         *_differences("", _plain(a.subject), _plain(b.subject)),
         *_differences("", _plain(a.machine), _plain(b.machine)),
     ]
     settings += [f"{name}: ended early ({each.error})" for name, each in (("A", a), ("B", b)) if each.error]
     theirs = {result.point: result for result in b.results}
-    changes = [c for result in a.results if result.point in theirs for c in _changes(result, theirs[result.point])]
-    return Difference(comparable=not settings, settings=settings, around=around, changes=changes)
+    shared = [result for result in a.results if result.point in theirs]
+    settings += [] if shared else ["points: none that both have"]
+    return Difference(
+        comparable=not settings,
+        settings=settings,
+        around=around,
+        only_a=_only(a, b),
+        only_b=_only(b, a),
+        changes=[change for result in shared for change in _changes(result, theirs[result.point])],
+    )
+
+
+def _settings(a: Profile, b: Profile) -> list[Any]:
+    """Of both, but for their points; of requests by load, those of loads that both have."""
+    loads = a.settings.requests.keys() & b.settings.requests.keys()
+    found = []
+    for each in (a, b):
+        plain = _plain(each.settings)
+        requests = {load: count for load, count in plain.pop("requests").items() if load in loads}
+        found.append({name: value for name, value in plain.items() if name != "points"} | {"requests": requests})
+    return found
+
+
+def _only(a: Profile, b: Profile) -> list[str]:
+    """What B has not: strategies of which it has no point, and points of the others."""
+    strategies = {result.point.strategy for result in b.results}
+    points = {result.point for result in b.results}
+    missing = [result.point for result in a.results if result.point not in points]
+    names = (f"{each.label}, {each.load}" if each.strategy in strategies else each.strategy for each in missing)
+    return list(dict.fromkeys(names))
 
 
 def _plain(part: Part) -> Any:
@@ -71,6 +102,8 @@ def _differences(where: str, a: Any, b: Any) -> Iterator[str]:
 
 
 def _shown(value: Any) -> str:
+    if value is None:
+        return words.NOTHING
     return f"{len(value)} entries" if isinstance(value, list) else str(value)
 
 
@@ -108,6 +141,9 @@ def show_difference(found: Difference, out: Console) -> None:
         out.print(f"[bold red]setting[/]   {escape(line)}", soft_wrap=True)
     for line in found.around:
         out.print(f"differs   {escape(line)}", soft_wrap=True)
+    for name, points in (("A", found.only_a), ("B", found.only_b)):
+        if points:
+            out.print(f"only in {name} {escape('; '.join(points))}", soft_wrap=True)
     columns = (Column(name, justify="right", no_wrap=True) for name in ("A", "B", "B over A"))
     table = Table("load", "strategy", "figure", *columns, box=box.SIMPLE_HEAD)
     for change in found.changes:

@@ -160,31 +160,17 @@ class TimedDecoder(Decoder):
     device: DeviceClock | None = None
 
     def _choose(self, *arguments: Any) -> int:
-        with self._sampling():
+        with super()._timed(SAMPLING):
             return super()._choose(*arguments)
 
     def _drawn(self, *arguments: Any) -> Array:
-        with self._sampling():
+        with super()._timed(SAMPLING):
             return super()._drawn(*arguments)
 
     @contextmanager
-    def _sampling(self) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        spent = self._round.milliseconds
-        spent[SAMPLING] = spent.get(SAMPLING, 0.0) + (time.perf_counter() - start) * 1e3
-
-    def _run(
-        self,
-        engine: str,
-        drafter: str | None,
-        slots: range,
-        feeds: dict[str, Array],
-        fetch: Sequence[str] = (),
-        stage: str | None = None,
-    ) -> list[Array]:
-        with self.device.around(stage or engine) if self.device is not None else nullcontext():
-            return super()._run(engine, drafter, slots, feeds, fetch, stage)
+    def _timed(self, stage: str) -> Iterator[None]:
+        with self.device.around(stage) if self.device is not None else nullcontext(), super()._timed(stage):
+            yield
 
     def timed_step(self) -> RoundResult:
         """A step with the device's times; waits for it."""
@@ -210,13 +196,13 @@ class LocalDriver:
         self._clock = clock or SystemClock()
         self._decoders: dict[Point, TimedDecoder] = {}
 
-    def decoder(self, point: Point) -> TimedDecoder:
+    def decoder(self, point: Point, kind: type[TimedDecoder] = TimedDecoder) -> TimedDecoder:
         """A decoder for one point. Only one of a runtime's decoders may have requests in flight."""
         check_policy(point.draft_policy)
         policy = next(name for name in DRAFT_POLICIES if name == point.draft_policy)
         slots = min(point.concurrency or self._slots, self._slots)
         options = {"draft_policy": policy, "prefix_reuse": False}
-        made = TimedDecoder(self._bundle, self._runtime, ENDLESS, slots, **options)  # type: ignore[arg-type]
+        made = kind(self._bundle, self._runtime, ENDLESS, slots, **options)  # type: ignore[arg-type]
         made.device = self._device
         return made
 

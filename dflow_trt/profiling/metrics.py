@@ -148,9 +148,9 @@ def by_task(traces: Sequence[Trace]) -> list[Acceptance]:
 
 
 def survival(counts: Acceptance) -> list[float]:
-    """The share of rounds whose first i + 1 drafts were accepted, of those that verified so many."""
+    """Entry i: the share of rounds that accepted draft i + 1 and all before it. Their sum is tau_accepted."""
     accepted = [*counts.accepted_at, *[0] * (len(counts.drafted_at) - len(counts.accepted_at))]
-    return [a / d for a, d in zip(accepted, counts.drafted_at, strict=True)]
+    return [count / counts.rounds for count in accepted]
 
 
 # -- speed -------------------------------------------------------------------------------------------------------------

@@ -108,10 +108,11 @@ class PlannedTurn:
 
 def families(
     options: Options,
-    strategies: Sequence[str],
+    strategies: Mapping[str, int | None],
     prompts: Mapping[int | None, Sequence[Prompt]],
 ) -> list[Family]:
-    """All that is measured. prompts: by input_len."""
+    """All that is measured. strategies: with the most drafts of a round, None where nobody says. prompts: by
+    input_len."""
     loads: list[tuple[int | None, float | None]] = [(each, None) for each in dict.fromkeys(options.concurrency)]
     loads += [(None, rate) for rate in dict.fromkeys(options.rates)]
     found = []
@@ -139,13 +140,21 @@ def most_requests(options: Options) -> int:
     return options.requests or max(map(requests_for, options.concurrency), default=REQUESTS)
 
 
-def _speculative(options: Options, strategies: Sequence[str], plain: Point) -> list[Point]:
+def _speculative(options: Options, strategies: Mapping[str, int | None], plain: Point) -> list[Point]:
     chosen = [name for name in dict.fromkeys(options.strategies or strategies) if name != AUTOREGRESSIVE]
-    settings = itertools.product(chosen, dict.fromkeys(options.draft_tokens), dict.fromkeys(options.policies))
     return [
         plain.model_copy(update={"strategy": name, "draft_tokens": drafts, "draft_policy": policy})
-        for name, drafts, policy in settings
+        for name in chosen
+        for drafts in _lengths(options, strategies[name])
+        for policy in dict.fromkeys(options.policies)
     ]
+
+
+def _lengths(options: Options, most: int | None) -> list[int | None]:
+    """As many as a drafter makes, or more, are all of them: None."""
+    return list(
+        dict.fromkeys(None if most and drafts and drafts >= most else drafts for drafts in options.draft_tokens)
+    )
 
 
 def _asked(options: Options, prompts: Sequence[Prompt], temperature: float, concurrency: int | None) -> list[Asked]:

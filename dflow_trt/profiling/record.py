@@ -93,6 +93,17 @@ class Settings(Part):
     tpot_bound: float | None
 
 
+class DrafterInfo(Part):
+    """A drafter. kind: see :mod:`dflow_trt.kinds`, None where a server does not say. drafts: the most of a round."""
+
+    kind: str | None
+    drafts: int
+
+    def __str__(self) -> str:
+        drafts = f"{self.drafts} draft{'s' if self.drafts > 1 else ''}"
+        return drafts if self.kind is None else f"{drafts} ({self.kind})"
+
+
 class Subject(Part):
     """What was profiled: a bundle here, or a server."""
 
@@ -105,7 +116,7 @@ class Subject(Part):
     draft_weights: str
     max_batch_size: int | None
     max_seq_len: int | None
-    drafters: dict[str, int]
+    drafters: dict[str, DrafterInfo]
 
 
 class Machine(Part):
@@ -269,9 +280,10 @@ class PointResult(Part):
 
 class RoundCost(Part):
     """Median milliseconds of a round with ``batch`` requests and ``drafts`` drafts each, by stage, measured apart from
-    the workload. context: the live tokens of a request, on average."""
+    the workload. kind: of the strategy's drafter. context: the live tokens of a request, on average."""
 
     strategy: str
+    kind: str | None
     batch: int
     temperature: float
     input_len: int | None
@@ -286,8 +298,9 @@ class RoundCost(Part):
 
 
 class Forecast(Part):
-    """Verifying the first ``drafts`` drafts. tau_emitted: tokens a round by the measured acceptance. predicted: the
-    decode speed-up over ar by the measured costs; measured: that of a point with this length, where there is one."""
+    """Verifying at most ``drafts`` drafts. tau_emitted: tokens a round by the measured acceptance; milliseconds: of a
+    round, those without drafts among them. predicted: the decode speed-up over ar that follows; measured: that of a
+    point with this length, where there is one."""
 
     drafts: int
     tau_emitted: float
@@ -297,11 +310,14 @@ class Forecast(Part):
 
 
 class Advice(Part):
-    """Which length to verify at one load. plain: milliseconds of a step of ar. break_even: tokens a round that make a
-    full round worth its time; break_even_rate: the chance of each draft that gives them, None where none does.
-    best_drafts: 0 where plain decoding is fastest."""
+    """Which length to verify at one load. kind, drafts: of the strategy's drafter, and the most that it makes. plain:
+    milliseconds of a step of ar. break_even: tokens a round that make a round of all drafts worth its time;
+    break_even_rate: the chance of each draft that gives them, None where none does. best_drafts: 0 where plain decoding
+    is fastest."""
 
     strategy: str
+    kind: str | None
+    drafts: int
     batch: int
     temperature: float
     input_len: int | None
@@ -345,13 +361,22 @@ class Roofline(Part):
     passes: list[PassWork]
 
 
+class DrafterSizes(Part):
+    """What one drafter has of the plan, see :class:`dflow_trt.memory.DrafterMemory`."""
+
+    weights: int
+    cache: int
+    relay_state: int
+
+
 class Memory(Part):
     """Planned (see :class:`dflow_trt.memory.MemoryPlan`) beside used, by this process or on the whole GPU: before the
-    engines were loaded, after it, after the runs, and at most. anonymous: of that after the runs, what no file backs.
-    batch_limit: requests that the memory of the machine, or of the GPU, would hold."""
+    engines were loaded, after it, after the runs, and at most. drafters: the plan by drafter. anonymous: of that after
+    the runs, what no file backs. batch_limit: requests that the memory of the machine, or of the GPU, would hold."""
 
     device: Literal["process", "GPU"]
     planned: dict[str, int]
+    drafters: dict[str, DrafterSizes]
     before: int | None
     opened: int | None
     after: int | None

@@ -176,7 +176,7 @@ def _advice(found: Sequence[Advice]) -> Table:
         )
     columns = [Column("load", True), Column("strategy", True), Column("use", True)]
     names = ("predicted", "pays from tau", "or from a chance of", "tau here")
-    note = "Of decoding alone. A full block pays from so many tokens a round on, or where each draft has this chance."
+    note = "Of decoding alone. All drafts together pay from so many tokens a round on, or where each has this chance."
     return Table([*columns, *(Column(name) for name in names)], rows, note)
 
 
@@ -230,17 +230,18 @@ def _stages(results: Sequence[PointResult]) -> Table:
         )
         for result, stages in found
     ]
-    note = "Milliseconds a round. The relay stage also embeds the block, in strategies without a relay nothing else."
+    note = "Milliseconds a round. The relay stage also embeds the block, in strategies without a relay nothing else. "
+    note += "Draft: all calls of a round. Prompt lookup is among the host's work."
     return Table(_figures("rounds", *names, "round", "relay's share"), rows, note)
 
 
 def _lengths(advice: Sequence[Advice]) -> Table:
     names = ("drafts", "tokens a round", "ms a round", "predicted", "measured")
-    columns = [Column("strategy", True), Column("requests"), *(Column(name) for name in names)]
+    columns = [Column("load", True), Column("strategy", True), *(Column(name) for name in names)]
     rows = [
         [
+            words.where(each),
             each.strategy,
-            str(each.batch),
             str(forecast.drafts),
             words.number(forecast.tau_emitted),
             words.number(forecast.milliseconds, 3),
@@ -276,7 +277,12 @@ def _roofline(found: Roofline) -> Table:
 
 
 def _sizes(found: Memory) -> Table:
-    planned = [[f"planned: {name.replace('_', ' ')}", show_bytes(size)] for name, size in found.planned.items()]
+    planned = [[f"planned: {name.replace('_', ' ')}", _shown(name, size)] for name, size in found.planned.items()]
+    planned += [
+        [f"planned for {drafter}: {name.replace('_', ' ')}", show_bytes(size)]
+        for drafter, sizes in found.drafters.items()
+        for name, size in sizes
+    ]
     measured = {
         "before the engines were loaded": found.before,
         "with the engines loaded": found.opened,
@@ -289,6 +295,10 @@ def _sizes(found: Memory) -> Table:
     ]
     limit = [["requests that the memory holds", str(found.batch_limit)]] if found.batch_limit else []
     return Table([Column("what", True), Column("size")], [*planned, *rows, *limit])
+
+
+def _shown(name: str, figure: int) -> str:
+    return str(figure) if name in ("slots", "cache_rows") else show_bytes(figure)
 
 
 # -- the rest ----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Bytes and operations of a pass, from the specs, against what the machine can do.
 
 Counted are weights (each read once a pass), live cache rows, products and attention. What is small beside them is left
-out: embeddings, norms, activations, a causal head.
+out: embeddings, norms, activations, what chooses among a head's best ids.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from math import prod
 
 from dflow_trt import contract as c
 from dflow_trt.bundle import Bundle
-from dflow_trt.checkpoint.names import linear_layers
+from dflow_trt.checkpoint.names import EMBEDDING, HEAD, Shapes, target_tensors
 from dflow_trt.graphs.builder import NUMPY
+from dflow_trt.kinds import KINDS
 from dflow_trt.profiling.record import PassWork, Roof, Roofline, RoundCost
-from dflow_trt.spec import StackSpec, WeightForm
+from dflow_trt.spec import DrafterSpec, StackSpec, WeightForm
 
 MILLISECONDS = 1e3
 
@@ -30,9 +31,11 @@ class Work:
 
 @dataclass(frozen=True)
 class Engine:
-    """A stack with its head. item: bytes of a weight; cache_item: of a cache element."""
+    """A stack with its head. matrices: elements of all linear layers but the head; item: bytes of a weight; cache_item:
+    of a cache element."""
 
     stack: StackSpec
+    matrices: int
     vocab_columns: int
     item: int
     cache_item: int
@@ -41,11 +44,6 @@ class Engine:
     def head(self) -> int:
         """Elements."""
         return self.vocab_columns * self.stack.hidden_size
-
-    @property
-    def matrices(self) -> int:
-        """Elements of all linear layers but the head."""
-        return sum(prod(shape) for shape in linear_layers(self.stack, "").values())
 
     def work(self, batch: int, rows: int, head_rows: int, context: float) -> Work:
         """A pass over ``rows`` rows of each request, ``head_rows`` of them with logits, ``context`` rows live."""
@@ -66,20 +64,29 @@ def form_of(bundle: Bundle, form: WeightForm) -> str:
 
 def target_engine(bundle: Bundle) -> Engine:
     """The target as the bundle runs it."""
-    form = bundle.build.target_form
-    return _engine(bundle, bundle.target.stack, bundle.target.vocab_size, form)
+    target = bundle.target
+    layers = {name: shape for name, shape in target_tensors(target).items() if name not in (EMBEDDING, HEAD)}
+    return _engine(bundle, target.stack, layers, target.vocab_size, bundle.build.target_form)
 
 
 def drafter_engine(bundle: Bundle, drafter: str) -> Engine | None:
     """A drafter as the bundle runs it, its head among it; None where it has no layers."""
     spec = bundle.drafters[drafter].spec
     stack = spec.decoder
-    return _engine(bundle, stack, spec.draft_vocab, bundle.build.draft_weights) if stack else None
+    return _engine(bundle, stack, _layers(spec), spec.draft_vocab, bundle.build.draft_weights) if stack else None
 
 
-def _engine(bundle: Bundle, stack: StackSpec, vocab: int, form: WeightForm) -> Engine:
+def _layers(spec: DrafterSpec) -> Shapes:
+    """What a drafting call reads in the form of drafters, but for the head; its engine may share another one's file."""
+    stored = KINDS[spec.kind].graphs_module().stored(spec)
+    formed: Shapes = stored[c.DRAFTER if c.DRAFTER in stored else c.CONTEXT].formed
+    return {name: shape for name, shape in formed.items() if name != HEAD}
+
+
+def _engine(bundle: Bundle, stack: StackSpec, layers: Shapes, vocab: int, form: WeightForm) -> Engine:
+    matrices = sum(prod(shape) for shape in layers.values() if len(shape) == 2)
     cache_item = NUMPY[bundle.build.dtype].itemsize
-    return Engine(stack, c.vocab_columns(vocab), 1 if form == "int8" else cache_item, cache_item)
+    return Engine(stack, matrices, c.vocab_columns(vocab), 1 if form == "int8" else cache_item, cache_item)
 
 
 def working_set(bundle: Bundle) -> int:
@@ -108,16 +115,15 @@ def _passes(bundle: Bundle, cost: RoundCost, roof: Roof) -> list[PassWork]:
 
 
 def _draft_work(bundle: Bundle, cost: RoundCost) -> Work | None:
-    """All drafts of a round: one call, or one a draft where they are made one after another."""
+    """All drafts of a round: one call, or one after another; None where no engine makes them."""
     drafter = bundle.strategy(cost.strategy).drafter
     engine = drafter_engine(bundle, drafter) if drafter is not None else None
-    if drafter is None or engine is None or not cost.drafts:
+    if drafter is None or engine is None:
         return None
     spec = bundle.drafters[drafter].spec
-    if not spec.serial:
-        return engine.work(cost.batch, spec.draft_rows, spec.num_drafts, cost.context)
-    step = engine.work(cost.batch, 1, 1, cost.context)
-    return Work(cost.drafts * step.bytes, cost.drafts * step.operations)
+    calls, rows = spec.draft_calls(cost.drafts), spec.draft_rows
+    call = engine.work(cost.batch, rows, min(rows, spec.num_drafts), cost.context)
+    return Work(calls * call.bytes, calls * call.operations) if calls else None
 
 
 def _held(cost: RoundCost, stage: str, form: str, work: Work, roof: Roof) -> PassWork:

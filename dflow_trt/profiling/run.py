@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from pathlib import Path
 from dflow_trt import __version__
 from dflow_trt.bundle import Bundle, check_unchanged, open_bundle
 from dflow_trt.errors import UserError
-from dflow_trt.memory import plan_memory
+from dflow_trt.memory import drafter_memory, plan_memory
 from dflow_trt.profiling import machine
 from dflow_trt.profiling.advice import advise
 from dflow_trt.profiling.costs import measure_costs
@@ -20,6 +20,8 @@ from dflow_trt.profiling.measure import LocalDriver, Run
 from dflow_trt.profiling.points import Family, Options, Prompt, families, most_requests
 from dflow_trt.profiling.prices import Prices, cost
 from dflow_trt.profiling.record import (
+    DrafterInfo,
+    DrafterSizes,
     Memory,
     Point,
     PointResult,
@@ -66,12 +68,12 @@ def profile_bundle(
     """Profile a bundle on this machine. threads: of the CPU runtime, by default all cores."""
     bundle = open_bundle(path, verify)
     before, _ = machine.used_memory(on_gpu(bundle))
-    names = check_strategies(options.strategies, tuple(bundle.strategies))
+    check_strategies(options.strategies, bundle.strategies)
     slots = _slots(bundle, options)
     tokenizer = tokenizer_of(bundle)
     workloads = choice.workloads(vocabulary_of(bundle), takes_chats(tokenizer), most_requests(options), options.seed)
     prompts = {length: encode(each, tokenizer) for length, each in workloads.items()}
-    planned = families(options, names, prompts)
+    planned = families(options, most_drafts(bundle), prompts)
     with ExitStack() as owned:
         runtime = open_runtime(bundle, threads, slots)
         owned.callback(runtime.close)
@@ -111,15 +113,22 @@ def device_clock(bundle: Bundle, runtime: Runtime) -> DeviceClock | None:
     from dflow_trt.runtime.trt import TrtRuntime
 
     assert isinstance(runtime, TrtRuntime)
-    return DeviceClock(runtime._stream)
+    return DeviceClock(runtime.stream)
 
 
-def check_strategies(wanted: Sequence[str], offered: Sequence[str]) -> tuple[str, ...]:
-    """Those that are profiled; UserError for one that there is not."""
+def check_strategies(wanted: Sequence[str], offered: Collection[str]) -> None:
+    """UserError for one that there is not."""
     for name in wanted:
         if name not in offered:
             raise UserError(f"--strategy: there is no {name!r} here; it offers {', '.join(offered)}")
-    return tuple(wanted) or tuple(offered)
+
+
+def most_drafts(bundle: Bundle) -> dict[str, int | None]:
+    """Strategies, with the most drafts of a round."""
+    return {
+        name: bundle.drafters[each.drafter].spec.num_drafts if each.drafter is not None else 0
+        for name, each in bundle.strategies.items()
+    }
 
 
 def _slots(bundle: Bundle, options: Options) -> int:
@@ -183,6 +192,7 @@ def _memory(bundle: Bundle, slots: int, before: int | None, opened: int | None) 
     return Memory(
         device="GPU" if on_gpu(bundle) else "process",
         planned=plan.figures(),
+        drafters={name: DrafterSizes(**vars(each)) for name, each in drafter_memory(bundle, slots).items()},
         before=before,
         opened=opened,
         after=after,
@@ -205,7 +215,7 @@ def subject_of(bundle: Bundle) -> Subject:
         draft_weights=build.draft_weights,
         max_batch_size=build.max_batch_size,
         max_seq_len=build.max_seq_len,
-        drafters={spec.name: spec.verify_rows for spec in bundle.specs},
+        drafters={spec.name: DrafterInfo(kind=spec.kind, drafts=spec.num_drafts) for spec in bundle.specs},
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from dflow_trt.profiling.metrics import needed
 from dflow_trt.profiling.record import PERCENTILES, Advice, Distribution, Interval, Lossless, Profile, Settings
+from dflow_trt.spec import DFlashSpec
 
 NOTHING = "-"
 TOO_FEW = "too few"
@@ -76,12 +77,12 @@ def where(found: Advice) -> str:
 
 
 def choice(found: Advice) -> str:
-    """How many drafts to verify."""
-    if not found.best_drafts:
+    """How many drafts to verify; of a drafter of blocks, their size too."""
+    count = found.best_drafts
+    if not count:
         return "plain decoding"
-    if found.best_drafts == len(found.forecasts):
-        return f"all {found.best_drafts} drafts (blocks of {found.best_drafts + 1})"
-    return f"--draft-tokens {found.best_drafts} (blocks of {found.best_drafts + 1})"
+    use = f"all {count} drafts" if count == found.drafts else f"--draft-tokens {count}"
+    return f"{use} (blocks of {count + 1})" if found.kind == DFlashSpec.kind else use
 
 
 def asked(settings: Settings) -> str:

@@ -23,6 +23,7 @@ from dflow_trt.errors import UserError
 
 _ENDED = (EOFError, OSError)
 _NUMBERS = itertools.count()
+CONNECT_SECONDS = 0.5  # between two looks for somebody who listens
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,11 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class Hello:
+    """The answering end is there, and will not go without a goodbye unless its process dies."""
+
+
+@dataclass(frozen=True)
 class Goodbye:
     """The answering end takes nothing new, and answers what it has; who asks looks for another."""
 
@@ -61,6 +67,13 @@ def meeting_place() -> Path:
     return folder
 
 
+def _sweep(folder: Path) -> None:
+    """Remove the sockets of servers that are gone; one that was killed leaves its own."""
+    for path in folder.glob("*.sock"):
+        if not Path("/proc", path.name.partition("-")[0]).exists():
+            path.unlink(missing_ok=True)
+
+
 class _Line:
     """A connection that several threads write to. open: handles whose last answer is still to come."""
 
@@ -68,7 +81,7 @@ class _Line:
         self._connection, self._lock = connection, threading.Lock()
         self.open: set[str] = set()
 
-    def send(self, message: Question | Answer | Goodbye) -> None:
+    def send(self, message: Question | Answer | Hello | Goodbye) -> None:
         with self._lock:
             self._connection.send(message)
 
@@ -89,10 +102,12 @@ class LinkServer:
     """
 
     def __init__(self, server: int, on_question: Callable[[Question, Callable[[Answer], None]], None]) -> None:
+        _sweep(meeting_place())
         path = meeting_place() / f"{server}-{os.getpid()}-{next(_NUMBERS)}.sock"
         path.unlink(missing_ok=True)
         self._on_question = on_question
         self._lines: set[_Line] = set()
+        self._lock, self._closing = threading.Lock(), False
         self._listener = Listener(str(path), "AF_UNIX")
         threading.Thread(target=self._accept, name="link", daemon=True).start()
 
@@ -104,7 +119,9 @@ class LinkServer:
 
     def _serve(self, line: _Line) -> None:
         """Until the other end is gone; what it had asked for is ended."""
-        self._lines.add(line)
+        with self._lock, suppress(*_ENDED):
+            self._lines.add(line)
+            line.send(Goodbye() if self._closing else Hello())
 
         def answer(given: Answer) -> None:
             if given.final:
@@ -125,9 +142,11 @@ class LinkServer:
     def close(self) -> None:
         """Take nothing new."""
         self._listener.close()
-        for line in list(self._lines):
-            with suppress(*_ENDED):
-                line.send(Goodbye())
+        with self._lock:
+            self._closing = True
+            for line in list(self._lines):
+                with suppress(*_ENDED):
+                    line.send(Goodbye())
 
     def hang_up(self) -> None:
         """End the connections that are open."""
@@ -145,20 +164,35 @@ def _connected(server: int) -> Connection:
 
 
 class LinkClient:
-    """The end that asks. on_answer is called by a thread; where the connection is lost, with an error for each."""
+    """The end that asks. on_answer is called by a thread; where the connection is lost, with an error for each.
 
-    def __init__(self, server: int, on_answer: Callable[[Answer], None]) -> None:
-        self._server, self._on_answer = server, on_answer
-        self._lock = threading.Lock()
+    It connects by itself as soon as somebody listens. on_death: called when the process of the other end has died.
+    """
+
+    def __init__(
+        self, server: int, on_answer: Callable[[Answer], None], on_death: Callable[[], None] = lambda: None
+    ) -> None:
+        self._server, self._on_answer, self._on_death = server, on_answer, on_death
+        self._lock, self._closed = threading.Lock(), threading.Event()
         self._line: _Line | None = None
+        threading.Thread(target=self._stay, name="link", daemon=True).start()
+
+    def _stay(self) -> None:
+        while not self._closed.wait(CONNECT_SECONDS):
+            with self._lock, suppress(OSError, UserError):
+                self._connect()
+
+    def _connect(self) -> _Line:
+        """With the lock. Raises OSError where nobody listens."""
+        if self._line is None:
+            self._line = _Line(_connected(self._server))
+            threading.Thread(target=self._read, args=(self._line,), name="link", daemon=True).start()
+        return self._line
 
     def ask(self, question: Question) -> None:
         """Send a question. Raises OSError where nobody listens."""
         with self._lock:
-            if self._line is None:
-                self._line = _Line(_connected(self._server))
-                threading.Thread(target=self._read, args=(self._line,), name="link", daemon=True).start()
-            line = self._line
+            line = self._connect()
             if question.values is not None:
                 line.open.add(question.handle)
         try:
@@ -167,16 +201,21 @@ class LinkClient:
             self._lose(line)
 
     def _read(self, line: _Line) -> None:
+        here = False
         with suppress(*_ENDED):
             while True:
                 message = line.read()
-                if isinstance(message, Goodbye):
-                    self._leave(line)
+                if isinstance(message, Hello | Goodbye):
+                    here = isinstance(message, Hello)
+                    if not here:
+                        self._leave(line)
                     continue
                 if message.final:
                     line.open.discard(message.handle)
                 self._on_answer(message)
         self._lose(line)
+        if here and not self._closed.is_set():
+            self._on_death()
 
     def _leave(self, line: _Line) -> None:
         """The next question goes elsewhere."""
@@ -194,6 +233,7 @@ class LinkClient:
 
     def close(self) -> None:
         """End the connection."""
+        self._closed.set()
         with self._lock:
             if self._line is not None:
                 self._line.close()

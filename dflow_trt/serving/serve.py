@@ -10,13 +10,14 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 import httpx
 import uvicorn
-from starlette.applications import Starlette
 from tritonclient.grpc.aio import InferenceServerClient
 
 from dflow_trt.bundle import Bundle, open_bundle
@@ -30,6 +31,10 @@ from dflow_trt.text import Tokenizer
 
 BACKLOG = 2048  # connections that wait: while the server starts, and under load
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+HERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where all addresses of a machine are listened at: one that can be opened
+FAR: dict[int, str] = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}  # of documentation alone (RFC 5737)
+POLL_SECONDS = 0.1
+GRACE_SECONDS = 1.0  # for the last words of what was ended
 WATCH_SECONDS = 1.0
 STUCK_SECONDS = 120.0  # without a round: far longer than any takes
 QUIET = ("--log-info=false", "--pinned-memory-pool-byte-size=0")  # the pool is for GPUs; without one it is a warning
@@ -65,7 +70,9 @@ def serve(path: Path, options: ServeOptions, say: Callable[[str], None]) -> None
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dflow-serve-")))
         repository = folder / "repository"
         logs = () if options.verbose else QUIET
-        triton = TritonServer(repository, home=options.triton_home, ports=options.ports, options=logs)
+        triton = TritonServer(
+            repository, home=options.triton_home, ports=options.ports, options=logs, hold=not options.verbose
+        )
         package_bundle(path, repository, options.package, symlinks=True)
         stack.enter_context(triton)
         asyncio.run(_endpoint(bundle, triton, listener, options, say))
@@ -105,7 +112,7 @@ async def _endpoint(
     async with InferenceServerClient(triton.grpc_address) as client, httpx.AsyncClient() as http:
         backend = Backend(client, options.timeout)
         endpoint = Endpoint(bundle, tokenizer, backend, http, settings)
-        server = _web_server(build_app(endpoint))
+        server = _web_server(endpoint, say)
         watching = asyncio.create_task(_watch(triton, endpoint, server))
         for line in _lines(bundle, name, triton, listener, options):
             say(line)
@@ -119,28 +126,55 @@ async def _endpoint(
         raise UserError(f"tritonserver ended by itself with code {triton.exit_code}; its output above says why")
 
 
-def _web_server(app: Starlette) -> uvicorn.Server:
-    """On SIGTERM and SIGINT it takes nothing new and finishes what runs. It logs requests by path, never their text."""
+class WebServer(uvicorn.Server):
+    """On SIGTERM and SIGINT it takes nothing new, and finishes what runs: in DRAIN_SECONDS, or until a SIGINT follows.
+
+    What is unfinished then is ended with an error; uvicorn by itself would cut it off, with a traceback for each.
+    """
+
+    def __init__(self, config: uvicorn.Config, endpoint: Endpoint, say: Callable[[str], None]) -> None:
+        super().__init__(config)
+        self._endpoint, self._say = endpoint, say
+        self._asked = self._hurry = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._hurry |= self._asked and sig == signal.SIGINT
+        self._asked = self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._asked:
+            count = self._endpoint.open_sequences
+            what = f"{count} sequence{'' if count == 1 else 's'}"
+            self._say(f"draining  {what}, for up to {DRAIN_SECONDS} s; Ctrl-C again ends them now")
+        ending = asyncio.create_task(self._end_the_rest())
+        await super().shutdown(sockets)
+        ending.cancel()
+
+    async def _end_the_rest(self) -> None:
+        end = time.monotonic() + DRAIN_SECONDS
+        while not self._hurry and time.monotonic() < end:
+            await asyncio.sleep(POLL_SECONDS)
+        self._endpoint.abort()
+        await asyncio.sleep(GRACE_SECONDS)
+        for connection in list(self.server_state.connections):  # clients that neither send nor read on
+            connection.transport.abort()
+
+
+def _web_server(endpoint: Endpoint, say: Callable[[str], None]) -> WebServer:
+    """It logs requests by path, never their text."""
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("uvicorn.access").setLevel(logging.INFO)
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        lifespan="off",
-        ws="none",
-        server_header=False,
-        timeout_graceful_shutdown=DRAIN_SECONDS,
-    )
-    return uvicorn.Server(config)
+    config = uvicorn.Config(build_app(endpoint), log_config=None, lifespan="off", ws="none", server_header=False)
+    return WebServer(config, endpoint, say)
 
 
 def _ignore_signals() -> None:
-    """uvicorn handles them while it serves, and raises them again when it has ended well: that is no failure."""
+    """From now on the web server handles them; behind it, tritonserver is ending already."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: None)
 
 
-async def _watch(triton: TritonServer, endpoint: Endpoint, server: uvicorn.Server) -> None:
+async def _watch(triton: TritonServer, endpoint: Endpoint, server: WebServer) -> None:
     """End the endpoint when tritonserver or its model is gone: whoever started this process starts it again."""
     while triton.exit_code is None and not await _is_stuck(endpoint):
         await asyncio.sleep(WATCH_SECONDS)
@@ -159,17 +193,31 @@ def _lines(
     bundle: Bundle, name: str, triton: TritonServer, listener: socket.socket, options: ServeOptions
 ) -> Iterator[str]:
     """Where everything is, and a command to try it."""
-    host = f"[{options.host}]" if ":" in options.host else options.host
-    url = f"http://{host}:{listener.getsockname()[1]}"
+    port = listener.getsockname()[1]
+    url = _url(HERE.get(options.host, options.host), port)
     if options.api_key is None and not _is_loopback(options.host):
         yield f"warning   --host {options.host} without --api-key: whoever reaches this port can use the model"
     key = '-H "Authorization: Bearer $DFLOW_API_KEY" ' if options.api_key else ""
     yield f"model     {name}: {', '.join(bundle.strategies)}"
     yield f"endpoint  {url}/v1"
+    if options.host in HERE and (address := _address(listener.family)) is not None:
+        yield f"network   {_url(address, port)}/v1"
     yield f"page      {url}/"
     yield f"metrics   {url}/metrics"
     yield f"triton    http {triton.http_address}, grpc {triton.grpc_address}, metrics {triton.metrics_address}"
     yield f"try       curl {url}/v1/chat/completions {key}-H 'Content-Type: application/json' -d '{QUESTION}'"
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _address(family: int) -> str | None:
+    """The address of this machine by which others reach it, or None. Nothing is sent to find it."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect((FAR[family], 9))
+        return str(probe.getsockname()[0])
+    return None
 
 
 def _is_loopback(host: str) -> bool:

@@ -8,9 +8,11 @@ of links joins them, so that nothing is written into site-packages.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import http.client
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -19,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -37,6 +40,10 @@ PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _LIBC = ctypes.CDLL(None)
 HARMLESS = (b"CudaDriverHelper has not been initialized", b"unable to create stream for ensemble: CUDA driver version")
 _POLL_SECONDS = 0.05
+_HELD_LINES = 1000  # of a server that does not start; the last of them say why
+_MODEL_ERROR = re.compile(
+    r"failed to load '(.+?)' version \d+: [A-Z][a-z ]+: (?:TritonModelException: )?(.+?)(?:\\n|\"?$)"
+)
 _START_TRIES = 3  # a port that was free may be taken before the server binds it
 _PROBE = """
 import importlib.util, json, sys, sysconfig
@@ -122,7 +129,8 @@ class TritonServer:
     """One server over a model repository. Use it as a context manager, or :meth:`start` and :meth:`stop` it.
 
     repository: the folder. python: what runs the models, by default this Python. home: see :func:`find_server`.
-    host, ports: where it listens. log: a file that takes its output, else it goes where this process's goes.
+    host, ports: where it listens. log: a file that takes its output, else it goes where this process's goes. hold: not
+    before the server is ready; a start that fails says why in one line.
     drain: seconds that requests in flight get when it is stopped. options: more arguments of tritonserver.
     environment: added to this process's.
     """
@@ -136,6 +144,7 @@ class TritonServer:
         host: str = "127.0.0.1",
         ports: Ports | None = None,
         log: Path | None = None,
+        hold: bool = False,
         drain: int = DRAIN_SECONDS,
         options: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
@@ -144,8 +153,9 @@ class TritonServer:
         self._interpreter = find_interpreter(python)
         self._installation = find_server(self._interpreter, home)
         self._wanted, self._options = ports or Ports(), tuple(options)
-        self._environment, self._drain = dict(environment or {}), drain
+        self._environment, self._drain, self._hold = dict(environment or {}), drain, hold
         self._process: subprocess.Popen[bytes] | None = None
+        self._output = Output(hold)
         self._stack = ExitStack()
         self.ports = self._wanted
 
@@ -186,10 +196,11 @@ class TritonServer:
             self._launch()
             try:
                 self.wait_ready(timeout)
+                self._output.release()
                 return self
             except UserError as error:
                 self.stop()
-                if attempt + 1 == _START_TRIES or "Address already in use" not in str(error):
+                if attempt + 1 == _START_TRIES or "already in use" not in str(error):
                     raise
             except BaseException:
                 self.stop()
@@ -210,8 +221,9 @@ class TritonServer:
             start_new_session=True,
             preexec_fn=_end_with_parent,
         )
-        if not output:
-            threading.Thread(target=_hand_on, args=(self._process.stdout,), daemon=True).start()
+        if self._process.stdout is not None:
+            self._output = Output(self._hold)
+            self._output.follow(self._process.stdout)
 
     def _arguments(self) -> list[str]:
         addresses = {"http": self.ports.http, "grpc": self.ports.grpc, "metrics": self.ports.metrics}
@@ -272,14 +284,11 @@ class TritonServer:
             connection.close()
 
     def _last_error(self) -> str:
-        """The line of the log that says why, for a message."""
-        if self.log is None:
-            return "see its output above"
-        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        errors = [line for line in lines if line.startswith("E") and "Cuda" not in line]
-        of_models = [line for line in errors if "failed to load" in line]
-        reason = [*of_models, *errors, *reversed(lines), "no output"][0].partition("\\n")[0]
-        return f"{reason.strip()} (see {self.log})"
+        """What its output says why, for a message."""
+        if self.log is not None:
+            text = self.log.read_text(encoding="utf-8", errors="replace")
+            return f"{reason(text.splitlines())} (see {self.log})"
+        return reason(self._output.held()) if self._hold else "see its output above"
 
     def stop(self) -> int | None:
         """Take nothing new, finish what runs, end. Gives the exit code, negative where it had to be killed.
@@ -307,23 +316,73 @@ def _end_with_parent() -> None:
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _hand_on(output: Iterable[bytes]) -> None:
-    """The server's lines to this process's stderr, but for those that only say that there is no GPU."""
-    for line in output:
-        if not any(harmless in line for harmless in HARMLESS):
-            sys.stderr.buffer.write(line)
-            sys.stderr.buffer.flush()
+def reason(lines: Sequence[str]) -> str:
+    """The line of a server's output that says why it did not start: of a model in its own words."""
+    models = [f"failed to load '{found[1]}': {found[2]}" for found in map(_MODEL_ERROR.search, lines) if found]
+    errors = [line for line in lines if line.startswith("E") and "Cuda" not in line]
+    said = [line.strip() for line in reversed(lines) if line.strip()]
+    return [*models, *errors, *said, "no output"][0].strip()
+
+
+class Output:
+    """The server's lines on their way to this process's stderr, but for those that only say that there is no GPU.
+
+    hold: keep them until they are released.
+    """
+
+    def __init__(self, hold: bool) -> None:
+        self._held: deque[bytes] | None = deque(maxlen=_HELD_LINES) if hold else None
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def follow(self, pipe: Iterable[bytes]) -> None:
+        """Read it to its end, in a thread."""
+        self._thread = threading.Thread(target=self._read, args=(pipe,), daemon=True)
+        self._thread.start()
+
+    def _read(self, pipe: Iterable[bytes]) -> None:
+        for line in pipe:
+            if not any(harmless in line for harmless in HARMLESS):
+                with self._lock:
+                    self._write(line)
+
+    def _write(self, line: bytes) -> None:
+        if self._held is not None:
+            self._held.append(line)
+            return
+        sys.stderr.buffer.write(line)
+        sys.stderr.buffer.flush()
+
+    def release(self) -> None:
+        """Hold nothing back from now on."""
+        with self._lock:
+            held, self._held = self._held or (), None
+            for line in held:
+                self._write(line)
+
+    def held(self) -> list[str]:
+        """The lines of a server that has ended."""
+        if self._thread is not None:
+            self._thread.join(KILL_SECONDS)
+        with self._lock:
+            return [line.decode(errors="replace") for line in self._held or ()]
 
 
 def _free_ports(host: str, wanted: Ports) -> Ports:
-    """Free ports in place of zeros; all sockets are open at once, so that they differ."""
+    """Free ports in place of zeros; all sockets are open at once, so that they differ. UserError for one that is taken.
+
+    tritonserver itself says that it is ready before it finds its metrics port taken.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with ExitStack() as stack:
         found = []
-        for port in (wanted.http, wanted.grpc, wanted.metrics):
-            if port == 0:
-                holder = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
-                holder.bind((host, 0))
-                port = holder.getsockname()[1]
-            found.append(port)
+        for name, port in dataclasses.asdict(wanted).items():
+            holder = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            if port:  # connections of a server that was there before do not matter
+                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                holder.bind((host, port))
+            except OSError as error:
+                raise UserError(f"{name} port {port} cannot be had ({error.strerror}); choose another") from None
+            found.append(holder.getsockname()[1])
     return Ports(*found)

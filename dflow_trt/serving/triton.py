@@ -48,6 +48,8 @@ from dflow_trt.text import Tokenizer
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 DRAIN_SECONDS = 30.0  # for what dflow_bls has asked for, when the model is unloaded
+SERVER_SECONDS = 1.0
+LAST_WORDS_SECONDS = 2.0  # that a server which cannot go on gets to answer what it still can
 WATCH_SECONDS = 0.01
 WATCH_SHARE = 10  # of the time a look at all clients takes: so long until the next, where that is more
 
@@ -85,6 +87,17 @@ def _parameters(request: Any) -> dict[str, Any]:
 
 
 NOTHING = Piece(0, "", (), 0, "cancelled", RequestStats(), 0)  # what a stop itself gets
+
+
+def _end_with_server() -> None:
+    """From now on this process ends when its server is gone: one that was killed leaves its models behind."""
+
+    def watch(server: int) -> None:
+        while os.getppid() == server:
+            time.sleep(SERVER_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, args=(os.getppid(),), name="server", daemon=True).start()
 
 
 def _version_folder(args: Mapping[str, str]) -> Path:
@@ -228,6 +241,7 @@ class PreprocessingModel:
     """Text in; token ids out, and what is to come before the answer."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
+        _end_with_server()
         self._encoder = Encoder.of(args)
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
@@ -273,6 +287,7 @@ class DflowModel:
     """The decoupled model around the loop."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
+        _end_with_server()
         try:
             self._open(args)
         except UserError as error:
@@ -448,10 +463,23 @@ class DflowBlsModel:
     """The ensemble's interface in one model. It passes on that a client is gone, which an ensemble does not."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
+        _end_with_server()
         self._encoder = Encoder.of(args)
         self._channels: dict[str, Channel] = {}
-        self._link = LinkClient(os.getppid(), self._answer)
+        self._link = LinkClient(os.getppid(), self._answer, self._end_server)
         self._watcher = Watcher(lambda handle: self._ask(Question(handle)))
+
+    def _end_server(self) -> None:
+        """The process of dflow is gone: tritonserver (2.51) does not notice, stays ready, and lets its streams hang.
+
+        SIGTERM alone would wait for those streams, even beyond its own time.
+        """
+        pb_utils.Logger.log_error(f"the process of {t.DFLOW.name} died, so this server ends")
+        server = os.getppid()
+        os.kill(server, signal.SIGTERM)
+        time.sleep(LAST_WORDS_SECONDS)
+        if os.getppid() == server:
+            os.kill(server, signal.SIGKILL)
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Only passes on."""

@@ -96,12 +96,9 @@ def _draft_model(target: TargetSource, options: Options) -> DraftModelShape:
 def _eagle3(target: TargetSource, options: Options) -> Eagle3Shape:
     """By default with the target's heads and width, and with three layers read."""
     stack, live = target.spec.stack, target.spec.live_vocab
-    taps = spread_taps(stack.num_layers, EAGLE3_TAPS) if options.taps is None else options.taps
-    if (
-        len(taps) != EAGLE3_TAPS
-        or list(taps) != sorted(set(taps))
-        or not 0 < taps[0] <= taps[-1] < stack.num_layers - 1
-    ):
+    taps = eagle3_taps(stack.num_layers) if options.taps is None else options.taps
+    rising = list(taps) == sorted(set(taps)) and all(0 < tap < stack.num_layers - 1 for tap in taps)
+    if len(taps) != EAGLE3_TAPS or not rising:
         allowed = f"{EAGLE3_TAPS} layers from 1 to {stack.num_layers - 2} in rising order, for an EAGLE-3 head"
         raise UserError(f"--taps: {','.join(map(str, taps)) or 'none'}; allowed: {allowed}")
     vocab = min(DEFAULT_DRAFT_VOCAB, live) if options.draft_vocab is None else options.draft_vocab
@@ -114,6 +111,11 @@ def _eagle3(target: TargetSource, options: Options) -> Eagle3Shape:
         vocab,
         options.drafts or DEFAULT_DRAFTS,
     )
+
+
+def eagle3_taps(target_layers: int) -> tuple[int, int, int]:
+    """A low, a middle and a high layer: those of the paper's code where it has three different ones."""
+    return 1, max(2, target_layers // 2 - 1), max(3, target_layers - 4)
 
 
 def _heads(options: Options, heads: int, kv_heads: int, head_dim: int) -> tuple[int, int, int]:

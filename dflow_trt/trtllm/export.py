@@ -154,7 +154,7 @@ def _check_expressible(spec: DFlashSpec) -> None:
 
 def _misreadings(spec: DFlashSpec) -> Iterator[tuple[str, str, str]]:
     if spec.conv is not None:
-        why = "its DFlash has neither their convolutions nor their selector; use this drafter here"
+        why = "its DFlash has neither convolutions nor a selector; use this drafter here"
         yield f"architectures is [{spec.architecture!r}]", "DFlash, Domino and DFlow drafters", why
     taps = list(spec.target_layer_ids)
     if taps != sorted(taps):

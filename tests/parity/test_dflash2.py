@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from harness import TOLERANCE, Array, Config, Engines, Pair, build_pair, random_tokens
-from oracles import DFlash2Oracle
+from oracles import DFlash2Oracle, TargetOracle
 from safetensors.numpy import load_file
 from test_drafter import Chain, Drafted
 from tiny import DELETE, edit_tensors, make_drafter, make_target
 
 from dflow_trt.build import BuildOptions, DrafterSource, build_bundle
+from dflow_trt.decode import Decoder
 from dflow_trt.method.relay import RelayState
+from dflow_trt.method.sampling import SamplingParams
+from dflow_trt.request import Request
+from dflow_trt.runtime.ort import OrtRuntime
 
 PROMPTS, ANCHORS = (21, 9, 14), (3, 77, 130)
 NO_CANDIDATE = -1e29  # ids that are none score less
@@ -266,3 +271,49 @@ def test_the_lowest_id_wins_a_tie(tmp_path: Path, form: str, top_k: int) -> None
     assert not (second & ~first).any(), "of two equal ids, the lower one is a candidate first"
     np.testing.assert_array_equal(first.sum(axis=-1) - second.sum(axis=-1), top_k % 2)
     np.testing.assert_array_equal(scores_BKV[..., :128][second], scores_BKV[..., 128:][second])
+
+
+# -- the whole loop ----------------------------------------------------------------------------------------------------
+
+
+def _package_rounds(
+    pair: Pair, prompt: list[int], count: int, patch: pytest.MonkeyPatch
+) -> tuple[list[int], list[int]]:
+    """(tokens, emitted tokens of each round) of the package's own loop."""
+    import torch
+
+    target = TargetOracle(pair.target)
+    oracle: Any = DFlash2Oracle(pair.drafters["draft"], target)
+    patch.setattr(oracle.dflash, "_cuda_time", time.perf_counter)  # its statistics ask a GPU for the time
+    ids = torch.tensor([prompt])
+    run = oracle.dflash.dflash_generate(oracle.model, target.model, ids, count, None, return_stats=True)
+    return run.output_ids[0, len(prompt) :].tolist(), run.acceptance_lengths
+
+
+def _decoder_rounds(pair: Pair, prompt: list[int], count: int) -> tuple[list[int], list[int]]:
+    """The same of the decoder."""
+    runtime = OrtRuntime(pair.bundle, threads=1)
+    decoder = Decoder(pair.bundle, runtime)
+    params = SamplingParams(max_tokens=count, ignore_eos=True)
+    decoder.submit(Request("one", prompt, params, pair.bundle.strategy("draft"), 0))
+    emitted = []
+    while not decoder.idle:
+        emitted += [list(emission.tokens) for emission in decoder.step().emissions]
+    runtime.close()
+    return [token for tokens in emitted for token in tokens], [len(tokens) for tokens in emitted[1:]]
+
+
+def test_the_decoder_accepts_what_the_package_accepts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Round by round, over a vocabulary so small that chance drafts are right now and then."""
+    keys: Config = {"dflash2": {"selector_top_k": 4}, "sharpness": 0.3}
+    pair = build_pair(tmp_path, {"vocab_size": 6}, {"draft": keys})
+    rng, accepted = np.random.default_rng(4), 0
+    for length in (3, 17, 40):
+        prompt = random_tokens(rng, length, 6)
+        wanted, lengths = _package_rounds(pair, prompt, 80, monkeypatch)
+        found, ours = _decoder_rounds(pair, prompt, 80)
+        assert found == wanted
+        whole = [end for end in np.cumsum(lengths) if end <= 80 - 8]  # the package shortens its last blocks
+        assert ours[: len(whole)] == lengths[: len(whole)]
+        accepted += sum(lengths[: len(whole)]) - len(whole)
+    assert accepted > 10

@@ -14,12 +14,24 @@ from dflow_trt.build import BuildOptions, DrafterSource, build_bundle
 from dflow_trt.bundle import Bundle
 from dflow_trt.runtime.base import Array
 from dflow_trt.runtime.ort import OrtRuntime
+from dflow_trt.spec import WeightForm
 
 VOCAB = 24  # small, so that random drafts are right often enough to be accepted
 PEERS: dict[str, Any] = {"num_key_value_heads": 4}
 WINDOW: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}
 FLASH: Config = {"block_size": 5, "taps": (1, 0), "seed": 3}
 FLOW: Config = {"block_size": 8, "relay": True}
+MODEL: Config = {
+    "seed": 6,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+    "tied": True,
+    "theta": 5000.0,
+}
+MODEL_DRAFTS = 5
+LOOKUP = {"min": 1, "max": 3, "drafts": 7}
 
 
 @dataclass(frozen=True)
@@ -37,11 +49,18 @@ class Pair:
 
 @dataclass(frozen=True)
 class Variant:
-    """How one tiny pair differs from the plain one; drafters by name, as ``make_drafter`` takes them."""
+    """How one tiny pair differs from the plain one; drafters by name, as ``make_drafter`` takes them.
+
+    models: draft models by name, as ``make_target`` takes them; None is the target itself. lookup: settings of ngram,
+    or None for a bundle without it.
+    """
 
     target: Mapping[str, Any]
-    weights: str = "float"
+    weights: WeightForm = "float"
     drafters: Mapping[str, Config] = field(default_factory=lambda: {"dflash": FLASH, "dflow": FLOW})
+    models: Mapping[str, Config | None] = field(default_factory=dict)
+    lookup: Mapping[str, int] | None = None
+    draft_weights: WeightForm | None = None
 
 
 DOMINO: dict[str, Config] = {
@@ -55,6 +74,7 @@ VARIANTS = {
     "sliding window": Variant(WINDOW),
     "int8 target": Variant({}, weights="int8"),
     "domino": Variant({}, drafters=DOMINO),
+    "draft models": Variant({}, drafters={"dflow": FLOW}, models={"self": None, "model": MODEL}, lookup=LOOKUP),
 }
 
 
@@ -64,16 +84,29 @@ def build_tiny(folder: Path, variant: Variant) -> Pair:
     draft.pop("layer_types", None)
     for name, keys in variant.drafters.items():
         make_drafter(folder / name, draft, **keys)
-    sources = [DrafterSource(folder / name, name) for name in variant.drafters]
     options = BuildOptions(
         max_batch_size=8,
         max_input_len=120,
         max_seq_len=192,
         max_num_tokens=64,
-        target_weights="int8" if variant.weights == "int8" else "float",
+        target_weights=variant.weights,
+        draft_weights=variant.draft_weights,
     )
-    bundle = build_bundle(folder / "target", sources, folder / "bundle", options)
+    bundle = build_bundle(folder / "target", _sources(folder, variant), folder / "bundle", options)
     return Pair(bundle, folder / "target", OrtRuntime(bundle, threads=1))
+
+
+def _sources(folder: Path, variant: Variant) -> list[DrafterSource]:
+    """Every drafter of a variant; draft models are written first."""
+    sources = [DrafterSource(folder / name, name) for name in variant.drafters]
+    for name, keys in variant.models.items():
+        if keys is not None:
+            make_target(folder / name, vocab_size=VOCAB, **keys)
+        place = "target" if keys is None else name
+        sources.append(DrafterSource(folder / place, name, {"drafts": MODEL_DRAFTS}))
+    if variant.lookup is not None:
+        sources.append(DrafterSource(Path("ngram"), settings=variant.lookup))
+    return sources
 
 
 class PoisonedRuntime:

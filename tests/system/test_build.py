@@ -178,6 +178,7 @@ ESTIMATES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 DRAFTED: dict[str, dict[str, Any] | None] = {
     "drafted": {"relay": True},
     "with a causal head": {"domino": {"shift_label": True}, "block_size": 16},
+    "with convolutions": {"dflash2": {"conv_kernel_size": 16}, "block_size": 16},
     "alone": None,
 }
 

@@ -238,6 +238,15 @@ def test_inspect_names_a_causal_head(dflow: Run, models: Path, tmp_path: Path) -
     assert f"block 8, taps 0, 1, no relay, {head}" in dflow("inspect", tmp_path / "bundle").stdout
 
 
+def test_inspect_names_convolutions_and_a_selector(dflow: Run, models: Path, tmp_path: Path) -> None:
+    config = json.loads((models / "target" / "config.json").read_text())
+    make_drafter(tmp_path / "draft", config, dflash2={})
+    flags = ["--drafter", tmp_path / "draft", "--output", tmp_path / "bundle", "--self-check", "off"]
+    assert "strategies: ar, dflash2" in dflow("build", "--target", models / "target", *flags).stdout
+    parts = "convolutions over 3 rows (groups of 16), selector among 6 (rank 12)"
+    assert f"block 8, taps 0, 1, no relay, {parts}" in dflow("inspect", tmp_path / "bundle").stdout
+
+
 def test_inspect_json_is_the_manifest_and_more(dflow: Run, bundle: Path) -> None:
     data = dflow("inspect", bundle, "--json").json
     assert json.loads((bundle / "dflow.json").read_text()).items() <= data.items()

@@ -276,7 +276,7 @@ def fingerprint(out: RequestOutput) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("case", TINY_GRID)
-def test_tiny_sampling_is_the_same_under_every_strategy(plain: Pair, case: str) -> None:
+def test_tiny_sampling_is_the_same_under_every_strategy(tiny_pair: GetPair, plain: Pair, case: str) -> None:
     options = {"ignore_eos": True, **TINY_GRID[case]}
     prompts = random_prompts(6, seed=8)
     params = [SamplingParams(max_tokens=40, seed=100 + i, n=1 + (i == 2) * 2, **options) for i in range(6)]
@@ -285,6 +285,9 @@ def test_tiny_sampling_is_the_same_under_every_strategy(plain: Pair, case: str) 
     for strategy, batch in [(each, 8) for each in plain.strategies[1:]] + [("ar", 1), ("dflow", 3), ("mixed", 5)]:
         outputs = generate(plain, prompts, params, mixed if strategy == "mixed" else strategy, batch)
         assert [fingerprint(out) for out in outputs] == wanted, f"{strategy} in batches of {batch}"
+    other = tiny_pair("draft models")  # of the same target
+    outputs = generate(other, prompts, params, ["self", "model", "ngram"] * 2, batch=5)
+    assert [fingerprint(out) for out in outputs] == wanted, "drafters of other kinds"
     samples = [o.token_ids for o in generate(plain, prompts, params, "dflow")[2].outputs]
     assert len(samples) == 3
     if params[0].temperature > 0 and params[0].temperature != 0.9:

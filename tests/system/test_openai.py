@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
+import fakegpu
 import httpx
 import openai
 import psutil
@@ -26,6 +28,7 @@ import pytest
 from pairs import Pair
 
 from dflow_trt.api import LLM, CompletionOutput
+from dflow_trt.bundle import open_bundle, write_manifest
 from dflow_trt.method.sampling import SamplingParams
 from dflow_trt.serving import families
 
@@ -383,6 +386,7 @@ def test_clients_that_leave_free_their_slots(served: Serve, client: openai.OpenA
     ("change", "param"),
     [
         ({"temperature": -1}, "temperature"),
+        ({"temperature": 1e-50}, "temperature"),
         ({"extra_body": {"strategy": "magic"}}, "strategy"),
         ({"extra_body": {"nonsense": 1}}, "nonsense"),
         ({"extra_body": {"best_of": 2}}, "best_of"),
@@ -486,10 +490,33 @@ def _end_in_a_stream(server: Serve, client: openai.OpenAI) -> int:
     chunks = iter(stream)
     next(chunks)
     server.process.send_signal(signal.SIGTERM)
+    assert server.line("draining").startswith("1 sequence, for up to 30 s")
     rest = list(chunks)
     assert rest[-1].choices[0].finish_reason == "length", "it was finished"
     assert len(rest) == 499
     return server.end()
+
+
+def test_ctrl_c_twice_ends_at_once_and_says_so(serve_python: Path, example: Pair) -> None:
+    """A stream and a request that waits for its whole answer, each told by an error; nothing else is printed."""
+    body = {"prompt": SOME_TEXT, "max_tokens": 600, "ignore_eos": True, "strategy": "ar", "n": 8}
+    with serving(serve_python, example.bundle.path) as server, httpx.Client(timeout=PATIENCE) as client:
+        url, whole = f"{server.url}/v1/completions", []
+        asking = threading.Thread(target=lambda: whole.append(httpx.post(url, json=body, timeout=PATIENCE)))
+        with client.stream("POST", url, json=body | {"stream": True}) as stream:
+            lines = stream.iter_lines()
+            assert next(lines).startswith("data: ")
+            asking.start()
+            until(lambda: gauge(server, families.QUEUE_LENGTH.name) == 8, "the second request waits")
+            server.process.send_signal(signal.SIGINT)
+            assert server.line("draining") == "16 sequences, for up to 30 s; Ctrl-C again ends them now"
+            server.process.send_signal(signal.SIGINT)
+            *_, error, done = [line for line in lines if line]
+        asking.join()
+        assert server.end(None) == 0, "as after one"
+    assert (json.loads(error.removeprefix("data: "))["error"]["code"], done) == ("service_unavailable", "data: [DONE]")
+    assert (whole[0].status_code, whole[0].json()["error"]["type"]) == (503, "server_error")
+    assert [line for line in server.errors if "HTTP/1.1" not in line] == ["Signal (15) received."], "tritonserver's own"
 
 
 def test_sigterm_while_it_starts_leaves_nothing(serve_python: Path, example: Pair) -> None:
@@ -553,6 +580,19 @@ def test_what_cannot_start_says_why_in_one_line(serve_python: Path, example: Pai
     assert "no tritonserver" in line
     assert "--host" in one_line(command(serve_python, bundle, "--host", "no.such.host.invalid"))
     assert "--api-key" in one_line(command(serve_python, bundle, "--api-key", ""))
+
+
+def test_a_bundle_for_a_gpu_that_is_not_here_says_so_in_one_line(
+    serve_python: Path, example: Pair, tmp_path: Path
+) -> None:
+    """The model's own words: nothing of what tritonserver makes of them."""
+    shutil.copytree(example.bundle.path, tmp_path / "gpu")
+    bundle = fakegpu.offer(fakegpu.Gpu("A GPU that is not here", "8.9"), open_bundle(tmp_path / "gpu"))
+    write_manifest(bundle)
+    line = one_line(command(serve_python, str(bundle.path), "--port", "0"))
+    assert line.startswith("error: tritonserver ended with code 1: failed to load 'dflow': tensorrt")
+    assert "Internal" not in line
+    assert "\\n" not in line
 
 
 @pytest.mark.skipif(find_spec("pytriton") is not None, reason="this Python has a tritonserver")

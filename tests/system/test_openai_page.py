@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
-import shutil
 import socket
 import threading
 import time
@@ -13,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.resources import files
 from typing import Any
 
+import browser
 import fake
 import httpx
 import pytest
@@ -27,7 +26,6 @@ from dflow_trt.serving.openai.app import Endpoint, Settings, build_app
 from dflow_trt.serving.openai.backend import Backend
 from dflow_trt.text import Tokenizer
 
-REQUIRE = "DFLOW_REQUIRE_CHROMIUM"
 PATIENCE = 60.0
 TOKENIZER = Tokenizer.from_folder(str(files("dflow_trt") / "example_data" / "target"))
 TEXT = "a) 13 + 17 = 30\nb) 2 + 17 = <img src=x onerror=alert(1)> 漢\n"
@@ -92,31 +90,16 @@ class Server:
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[webdriver.Chrome]:
-    binary = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
-    driver = shutil.which("chromedriver")
-    if binary is None or driver is None:
-        assert os.environ.get(REQUIRE) != "1", "no chromium with chromedriver on PATH"
-        pytest.skip(f"no chromium with chromedriver on PATH (apt-get install chromium-driver); {REQUIRE}=1 insists")
-    options = webdriver.ChromeOptions()
-    options.binary_location = binary
-    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    with webdriver.Chrome(options, webdriver.ChromeService(driver)) as browser:
-        yield browser
+    with browser.chromium() as opened:
+        yield opened
 
 
 class Page:
     """The page as someone sees it."""
 
-    def __init__(self, browser: webdriver.Chrome, url: str, width: int = 1280, dark: bool = False) -> None:
-        self._browser = browser
-        browser.get_log("browser")  # what an earlier page said
-        screen = {"width": width, "height": 860, "deviceScaleFactor": 1, "mobile": width < 600}
-        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
-        browser.get(url)
+    def __init__(self, chromium: webdriver.Chrome, url: str, width: int = 1280, dark: bool = False) -> None:
+        self._browser = chromium
+        browser.show(chromium, url, width, dark)
 
     def __getitem__(self, name: str) -> WebElement:
         return self._browser.find_element(By.ID, name)

@@ -267,12 +267,23 @@ def test_help_names_both_commands(dflow: Run) -> None:
     assert "Usage: dflow-trt profile diff [OPTIONS] A B" in dflow("profile", "diff", "--help").out
 
 
-def test_a_missing_extra_is_named(bundle: Path) -> None:
-    hidden = "import sys; sys.modules['pydantic'] = None; from dflow_trt.cli import main; main()"
-    command = [sys.executable, "-c", hidden, "profile", str(bundle)]
+@pytest.mark.parametrize(
+    ("arguments", "extra", "missing"),
+    [
+        (["bundle"], "profile", "pydantic"),
+        (["bundle", "--output", "out"], "profile", "pydantic, matplotlib"),
+        (["--url", "http://127.0.0.1:1"], "profile,serve", "pydantic, httpx, tritonclient.grpc"),
+        (["diff", "a", "b"], "profile", "pydantic"),
+    ],
+)
+def test_a_missing_extra_is_named(arguments: list[str], extra: str, missing: str) -> None:
+    names = ("pydantic", "matplotlib", "httpx", "tritonclient")
+    hidden = f"import sys; sys.modules.update(dict.fromkeys({names})); from dflow_trt.cli import main; main()"
+    command = [sys.executable, "-c", hidden, "profile", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "error: profile: needs pydantic; pip install '.[profile]' in the checkout\n"
+    lacks = f"error: profile: the extra {extra} is not installed (no {missing})"
+    assert done.stderr == f"{lacks}; pip install '.[{extra}]' in the checkout\n"
 
 
 # -- two of them -------------------------------------------------------------------------------------------------------
@@ -285,8 +296,9 @@ def test_two_profiles(dflow: Run, bundle: Path, profiled: Path, tmp_path: Path) 
     assert (same.code, same.err) == (0, "")
     assert "comparable: every setting is the same" in same.out
     other = dflow("profile", "diff", profiled, tmp_path / "b")
-    refused(other, "profile diff: not comparable: points: 8 entries in A, 2 entries in B")
+    refused(other, "profile diff: not comparable: ttft_bound: 1000.0 in A, - in B")
     assert "requests.1 at once: 7 in A, 3 in B" in other.out
+    assert "only in A dflash; dflow-norelay; ar, 2 at once; dflow, 2 at once" in other.out
     data = json.loads(dflow("profile", "diff", tmp_path / "b", tmp_path / "b", "--json").out)
     assert data["comparable"] is True
     assert {change["ratio"]["value"] for change in data["changes"] if change["figure"] == "tokens/s"} == {1.0}

@@ -175,6 +175,20 @@ def test_words_that_stop_and_words_that_are_banned(server: TritonServer, texts: 
     assert first not in one(server, "ensemble", {**options, "bad_words": [first]}).text
 
 
+@pytest.mark.parametrize("model", FRONTS)
+def test_the_smallest_temperatures_give_the_greedy_text(
+    server: TritonServer, llm: LLM, texts: list[str], model: str
+) -> None:
+    """1e-50 is 0 as a float32; 1e-40 is none of the normal ones, and the most probable token still wins every draw."""
+    [expected] = llm.generate(texts[0], SamplingParams(max_tokens=40))
+    for temperature in (1e-50, 1e-40):
+        url = f"http://{server.http_address}/v2/models/{model}/generate"
+        body = {"text_input": texts[0], "max_tokens": 40, "temperature": temperature, "seed": 4}
+        answers = [httpx.post(url, json=body, timeout=60).json()["text_output"]]
+        answers.append(one(server, model, body).text)
+        assert answers == [expected.text] * 2, temperature
+
+
 @pytest.mark.parametrize("word", ["你好,世界", "👩‍👩‍👧‍👦 🇩🇪 e\u0301 \u202eabc", "naïve Ωμέγα"])
 def test_text_beyond_ascii(server: TritonServer, llm: LLM, tokenizer: Tokenizer, word: str) -> None:
     """The prompt comes back whole, and an output of its bytes streams as it is decoded at once."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from pairs import Pair
 from triton_client import Answer, ask, metrics, one, run, until
@@ -62,10 +63,10 @@ class Served:
         (self.repository / "dflow" / "1" / "fail").write_text(how)
 
 
-def serving(python: Path, bundle: Path, folder: Path) -> Iterator[Served]:
+def serving(python: Path, bundle: Path, folder: Path, kind: type[TritonServer] = TritonServer) -> Iterator[Served]:
     package_bundle(bundle, folder / "repository", OPTIONS)
     (folder / "repository" / "dflow" / "1" / "model.py").write_text(FAULTY_MODEL)
-    with TritonServer(folder / "repository", python=python, log=folder / "log", drain=20) as running:
+    with kind(folder / "repository", python=python, log=folder / "log", drain=20) as running:
         yield Served(running, folder / "repository")
 
 
@@ -189,6 +190,57 @@ def test_engines_that_are_lost_make_readiness_false_and_a_reload_brings_them_bac
     assert own.server.is_ready()
     for model in ("ensemble", "dflow_bls"):
         assert one(own.server, model, short()).message is None
+
+
+class WithoutUnload(TritonServer):
+    """As a tritonserver is started by default: its models cannot be unloaded."""
+
+    def _arguments(self) -> list[str]:
+        given = ("--model-control-mode=", "--load-model=")
+        return [argument for argument in super()._arguments() if not argument.startswith(given)]
+
+
+def test_engines_that_are_lost_end_a_server_that_does_not_unload_models(
+    serve_python: Path, example: Pair, tmp_path: Path
+) -> None:
+    for served in serving(serve_python, example.bundle.path, tmp_path, WithoutUnload):
+        served.fail("always")
+        answer = one(served.server, "ensemble", short(), codes=True)
+        assert "an injected fault" in (answer.message or "")
+        assert psutil.Process(served.server.pid).wait(30) == 0, "as after SIGTERM"
+        log = (tmp_path / "log").read_text(errors="replace")
+        assert "this server does not unload models, so it ends" in log
+
+
+def test_kill_9_of_the_model_ends_the_server_and_every_stream(own: Served) -> None:
+    """tritonserver itself would stay ready, and let the streams hang."""
+
+    async def work(client: InferenceServerClient) -> list[Answer]:
+        begun = asyncio.Semaphore(0)
+
+        async def tell(answer: Answer) -> bool:
+            if len(answer.responses) == 1:
+                begun.release()
+            return True
+
+        much = long(stream=True, max_tokens=500)
+        ids = {**much, "input_ids": [1, 2, 3]}
+        ids.pop("text_input")
+        asked = {"dflow": ids, "ensemble": much, "dflow_bls": much}
+        calls = [asyncio.create_task(ask(client, *each, on_response=tell)) for each in asked.items()]
+        for _ in calls:
+            await begun.acquire()
+        models = psutil.Process(own.server.pid).children(recursive=True)
+        [model] = [each for each in models if any("/dflow/" in part for part in each.cmdline())]
+        model.kill()
+        answers = await asyncio.gather(*calls)
+        assert psutil.wait_procs(models, 10)[1] == [], "nothing is left of it"
+        return answers
+
+    answers = run(own.server, work)
+    assert [answer.finals for answer in answers] == [0, 0, 0]
+    assert all(answer.message for answer in answers)
+    assert own.server.exit_code is not None
 
 
 def load(served: Served, what: str) -> None:

@@ -277,13 +277,9 @@ REFUSED: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
         ("prefix_gru.weight_ih_l0 is missing, while embed_proj.2.weight is there", "with projector_type, or none"),
     ),
     "dspark": (_config(projector_type="dspark"), ("projector_type is 'dspark'", "'dflash' or 'domino'")),
-    "DFlash 2": (
-        _config(architectures=["DFlash2DraftModel"]),
-        ("architectures is ['DFlash2DraftModel']", "['DFlashDraftModel']"),
-    ),
-    "DFlash 2 keys": (
-        _draft(conv_kernel_size=4),
-        ("conv_kernel_size is 4", "allowed: absent", "not supported"),
+    "another architecture": (
+        _config(architectures=["DFlash3DraftModel"]),
+        ("architectures is ['DFlash3DraftModel']", "['DFlashDraftModel'] or ['DFlash2DraftModel']"),
     ),
     "shifted labels": (_draft(shift_label=True), ("shift_label is True", "false or absent")),
     "sampled anchor": (_config(sample_from_anchor=True), ("sample_from_anchor is True", "false or absent")),

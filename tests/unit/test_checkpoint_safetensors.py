@@ -143,6 +143,18 @@ def test_packed_dtypes_are_read_by_those_who_expect_them(tmp_path: Path, dtype: 
     assert found.view(np.uint8).tolist() == [[2, 3], [4, 5]]
 
 
+def test_vocabulary_maps_are_read_by_those_who_expect_them(tmp_path: Path) -> None:
+    body = np.array([3, -4], np.int64).tobytes() + np.array([5, -6], np.int32).tobytes() + bytes([1, 0])
+    entries = {"a": _entry(0, 16, [2], "I64"), "b": _entry(16, 24, [2], "I32"), "c": _entry(24, 26, [2], "BOOL")}
+    _write(tmp_path, entries, body)
+    weights = open_weights(tmp_path)
+    assert weights.read_map("a", ("I64", "I32")).tolist() == [3, -4]
+    assert weights.read_map("b", ("I64", "I32")).tolist() == [5, -6]
+    assert weights.read_map("c", ("BOOL",)).tolist() == [True, False]
+    with pytest.raises(UserError, match="b is of dtype I32; allowed: BOOL"):
+        weights.read_map("b", ("BOOL",))
+
+
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "I8", "U8"])
 def test_packed_tensors_of_another_size_are_refused(tmp_path: Path, dtype: str) -> None:
     _write(tmp_path, {"x": _entry(0, 8, [7], dtype)}, bytes(8))

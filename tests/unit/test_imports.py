@@ -38,7 +38,8 @@ LAYERS: list[dict[str, set[str]]] = [
         "decode": {"drafting", "request", "runtime", "slots"},
         "memory": set(),
         "reference": set(),
-        "selfcheck": {"memory", "reference", "runtime"},
+        "selfcheck": {"memory", "reference", "runtime", "selfcheck_eagle3"},
+        "selfcheck_eagle3": {"reference"},
     },
     {
         "build": set(),

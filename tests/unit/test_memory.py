@@ -38,6 +38,16 @@ CASES: dict[str, tuple[Config, dict[str, Config], Config]] = {
     "dead ids": ({"tokenizer": 250, "vocab_size": 300}, {"flow": FLOW}, {}),
     "biases, bfloat16": ({"attention_bias": True, "dtype": "bfloat16"}, {"flash": {**FLASH, "dtype": "bfloat16"}}, {}),
     "causal heads": ({}, {"turn": {"domino": {}}, "both": {**FLOW, "domino": {"pure_draft_prefix_len": 1}}}, {}),
+    "convolutions and selectors": (
+        {},
+        {"second": {"dflash2": {}}, "both": {**FLOW, "dflash2": {"selector_rank": 40}}},
+        {},
+    ),
+    "float convolutions, dead ids": (
+        {"tokenizer": 250, "vocab_size": 300, "dtype": "bfloat16"},
+        {"second": {"dflash2": {"conv_kernel_size": 5, "conv_group_size": 2}, "dtype": "bfloat16"}},
+        {"draft_weights": "float"},
+    ),
     "scales in the data file": ({"hidden_size": 32, "intermediate_size": 16400}, {"flow": FLOW}, {}),
 }
 
@@ -97,9 +107,12 @@ def test_data_files_are_planned_within_a_page_a_tensor(built: Callable[[str], Bu
         assert size <= found[name] <= size + ALIGNMENT * (len(tensors) + 8), name
 
 
-def test_a_plan_of_a_larger_pair_is_within_a_hundredth(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keys", [FLOW, {"dflash2": {"selector_rank": 200, "conv_group_size": 1}}])
+@pytest.mark.parametrize("form", ["int8", "float"])
+def test_a_plan_of_a_larger_pair_is_within_a_hundredth(tmp_path: Path, keys: Config, form: str) -> None:
     wide = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 4000}
-    pair = build(tmp_path, wide, {"flow": {**FLOW, "num_hidden_layers": 1}}, {"target_weights": "int8"})
+    forms = {"target_weights": "int8", "draft_weights": form}
+    pair = build(tmp_path, wide, {"draft": {**keys, "num_hidden_layers": 1}}, forms)
     written = sum(data_files(pair.bundle).values())
     assert written <= pair.plan().memory.weights <= 1.01 * written
 

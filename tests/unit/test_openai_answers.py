@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from importlib.resources import files
 from typing import Any
 
@@ -129,6 +130,21 @@ def test_what_the_bundle_cannot_do_is_refused(case: str) -> None:
 def test_an_integer_that_the_tensor_cannot_hold_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=f"^{next(iter(fields))} is .*allowed: up to 2147483647"):
         jobs(completion(**fields))
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 1e-50}, {"temperature": 1e39}, {"top_p": 1e-60}, {"min_p": 1e-46}])
+def test_a_number_that_would_become_another_one_in_the_tensor_is_refused(fields: dict[str, Any]) -> None:
+    """0 is greedy, and inf no number at all: neither is what was asked for."""
+    [(name, value)] = fields.items()
+    line = f"{name} is {value}; allowed: 0, or in size 1.4e-45 to 3.4e+38, which a float32 holds"
+    with pytest.raises(UserError, match=f"^{re.escape(line)}$"):
+        jobs(completion(**fields))
+
+
+def test_small_numbers_that_a_float32_holds_are_taken() -> None:
+    [job] = jobs(completion(temperature=1e-44, logit_bias={"1": 1e-60}))
+    fed = {tensor.name: float(str(array[0, 0])) for tensor, array in feeds(job) if tensor.type == "FP32"}
+    assert (fed["temperature"], fed["logit_bias_values"]) == (1e-44, 0.0)
 
 
 def test_a_long_prompt_is_refused_before_it_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:

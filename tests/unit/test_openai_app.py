@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gzip
 import json
 import logging
 import time
@@ -175,12 +176,27 @@ def test_a_stream_tells_what_was_drafted() -> None:
         chunks = await server.stream("chat/completions", messages=MESSAGES, stream_options=options)
         drafts = [chunk["dflow"] for chunk in chunks]
         assert [d["num_accepted"] for d in drafts[:5]] == [0, 3, 0, 6, 2]
+        assert [d["num_drafted"] for d in drafts[:5]] == [0, 7, 7, 7, 7], "the first is of the prefill"
         assert sum(d["num_tokens"] for d in drafts) == len(REPLY)
         said = "".join(piece["text"] for d in drafts for piece in d["pieces"])
         assert said == TOKENIZER.decode(REPLY)
         assert [piece["drafted"] for piece in drafts[1]["pieces"]] == [True, False]
         plain = await server.stream("chat/completions", messages=MESSAGES)
         assert not any("dflow" in chunk or "usage" in chunk for chunk in plain)
+
+    served(test)
+
+
+def test_a_stream_tells_the_usage_so_far_where_it_is_asked_for() -> None:
+    async def test(server: Served) -> None:
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        *chunks, last = await server.stream("chat/completions", messages=MESSAGES, n=2, stream_options=options)
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts[:6] == [1, 2, 6, 10, 11, 12], "two samples in turns: a token, a round of four, one of one"
+        assert (counts[-1], chunks[-1]["usage"]) == (2 * len(REPLY), last["usage"])
+        alone = await server.stream("completions", prompt="13", stream_options={"continuous_usage_stats": True})
+        assert alone[-1]["usage"]["completion_tokens"] == len(REPLY)
+        assert alone[-1]["choices"] != [], "no chunk of its own"
 
     served(test)
 
@@ -334,7 +350,9 @@ def test_a_body_has_a_limit_announced_or_not() -> None:
     served(test, max_request_bytes=1000)
 
 
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/x-www-form-urlencoded", "", "application/json, text/plain", "json; a=b"]
+)
 def test_only_json_is_read(kind: str) -> None:
     """What a page of another site can send without being asked is none of it."""
 
@@ -344,6 +362,38 @@ def test_only_json_is_read(kind: str) -> None:
         error_of(response, 415)
 
     assert served(test).asked == []
+
+
+BODY = '{"prompt": "é"}'
+
+
+@pytest.mark.parametrize(
+    ("kind", "coding", "content"),
+    [
+        ("application/json", "gzip", gzip.compress(BODY.encode())),
+        ("application/json; charset=utf-8", "br", BODY.encode()),
+        ("application/json; charset=utf-16", "identity", BODY.encode("utf-16")),
+        ("application/json; charset=latin-1", "", BODY.encode("latin-1")),
+    ],
+)
+def test_a_body_that_is_compressed_or_in_another_charset_is_refused(kind: str, coding: str, content: bytes) -> None:
+    async def test(server: Served) -> None:
+        headers = {"content-type": kind, "content-encoding": coding}
+        response = await server.http.post("/v1/completions", content=content, headers=headers)
+        named = coding if coding in ("gzip", "br") else kind.rpartition("=")[2]
+        assert named in error_of(response, 415)["message"]
+
+    assert served(test).asked == []
+
+
+@pytest.mark.parametrize("kind", ["application/json; charset=utf-8", 'Application/JSON; charset="UTF-8"; a=b'])
+def test_what_says_that_it_is_utf_8_is_read(kind: str) -> None:
+    async def test(server: Served) -> None:
+        headers = {"content-type": kind, "content-encoding": "identity"}
+        response = await server.http.post("/v1/completions", content=BODY.encode(), headers=headers)
+        assert response.status_code == 200
+
+    assert served(test).asked[0].inputs["input_ids"] == TOKENIZER.encode("é")
 
 
 def test_the_key_opens_what_it_should() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -22,9 +23,10 @@ from dflow_trt.profiling.record import Point, PointResult, Roof, RoundCost
 from dflow_trt.profiling.roofline import Engine, drafter_engine, roofline, target_engine, working_set
 
 
-def round_cost(strategy: str, drafts: int, milliseconds: float, batch: int = 1) -> RoundCost:
+def round_cost(strategy: str, drafts: int, milliseconds: float, batch: int = 1, kind: str = "dflash") -> RoundCost:
     return RoundCost(
         strategy=strategy,
+        kind=kind if drafts else None,
         batch=batch,
         temperature=0.0,
         input_len=None,
@@ -51,7 +53,7 @@ def measured(point: Point, rounds: list[tuple[int, int]], base: PointResult | No
 def test_tokens_by_length_are_what_shorter_rounds_would_have_given() -> None:
     rounds = [(3, 3), (3, 1), (3, 0), (3, 2)]
     counts = metrics.total([trace(range(5), rounds)])
-    for k, tokens in enumerate(tokens_by_length(counts)):
+    for k, tokens in enumerate(tokens_by_length(counts, 3)):
         assert tokens == pytest.approx(sum(min(kept, k) + 1 for _, kept in rounds) / 4)
 
 
@@ -83,6 +85,8 @@ def test_the_best_length_is_the_one_with_most_tokens_a_millisecond() -> None:
     assert geometric_tokens(found.break_even_rate, 3) == pytest.approx(2.2)
     assert [each.measured for each in found.forecasts] == [None, None, pytest.approx(2.5)]
     assert words.choice(found) == "--draft-tokens 1 (blocks of 2)"
+    assert words.choice(found.model_copy(update={"kind": "eagle3"})) == "--draft-tokens 1"
+    assert words.choice(found.model_copy(update={"kind": "ngram", "best_drafts": 3})) == "all 3 drafts"
     assert words.where(found) == "1 at once"
 
 
@@ -126,16 +130,15 @@ def test_weights_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     spec = read_target(tmp_path).spec
     tensors = load_file(tmp_path / "model.safetensors")
     matrices = {name: value for name, value in tensors.items() if value.ndim == 2 and "embed" not in name}
-    engine = Engine(spec.stack, 256, 4, 4)
+    engine = target_engine(dataclasses.replace(fake.make_bundle([]), target=spec))
     assert engine.matrices + engine.head == sum(value.size for value in matrices.values())
 
 
 def test_work_of_a_pass() -> None:
     """One layer, one head of 4, hidden 4, MLP of 8: small enough to count."""
     stack = fake.stack_spec(heads_per_group=2)
-    engine = Engine(stack, vocab_columns=128, item=1, cache_item=4)
     q, kv, out, mlp = 4 * 8, 4 * 4, 8 * 4, 3 * 4 * 8
-    assert engine.matrices == q + 2 * kv + out + mlp
+    engine = Engine(stack, q + 2 * kv + out + mlp, vocab_columns=128, item=1, cache_item=4)
     assert engine.head == 128 * 4
     work = engine.work(batch=2, rows=3, head_rows=2, context=10)
     assert work.bytes == engine.matrices + engine.head + 2 * 10 * 2 * 4 * 4

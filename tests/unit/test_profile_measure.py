@@ -194,7 +194,7 @@ def prompts(count: int) -> dict[int | None, list[points.Prompt]]:
 
 def test_families_and_their_turns() -> None:
     options = Options(concurrency=(1, 2), rates=(3.0,), draft_tokens=(None, 3), temperatures=(0.0, 0.5), requests=9)
-    made = families(options, ("ar", "dflow", "dflow-norelay"), prompts(4))
+    made = families(options, {"ar": 0, "dflow": 7, "dflow-norelay": 7}, prompts(4))
     assert len(made) == 6
     for family in made:
         assert [point.strategy for point in family.points] == ["ar", "dflow", "dflow", "dflow-norelay", "dflow-norelay"]
@@ -209,13 +209,13 @@ def test_families_and_their_turns() -> None:
 
 
 def test_enough_requests_where_no_number_is_given() -> None:
-    made = families(Options(concurrency=(1, 32)), ("ar",), prompts(4))
+    made = families(Options(concurrency=(1, 32)), {"ar": 0}, prompts(4))
     assert [family.requests for family in made] == [24, 256]
 
 
 def test_every_point_has_every_turn_in_both_orders() -> None:
     options = Options(concurrency=(1,), requests=8, repetitions=4, warmup=2)
-    made = families(options, ("ar", "dflow"), prompts(4))
+    made = families(options, {"ar": 0, "dflow": 7}, prompts(4))
     turns = list(measured_turns(made, options))
     counts = Counter((turn.point.strategy, turn.repetition, turn.number) for turn in turns)
     assert len(counts) == 2 * 4 * 2
@@ -263,7 +263,7 @@ class Silent:
 
 def session(driver: Any, **given: Any) -> Session:
     options = Options(**({"requests": 3, "repetitions": 2} | given))
-    return Session(driver, families(options, ("ar", "dflow"), prompts(3)), options, Silent())
+    return Session(driver, families(options, {"ar": 0, "dflow": 7}, prompts(3)), options, Silent())
 
 
 def test_a_session_is_lossless_and_says_so() -> None:

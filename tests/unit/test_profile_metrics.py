@@ -117,7 +117,7 @@ def test_counts_by_position() -> None:
     assert found.drafted_at == [3, 3, 2]
     assert found.accepted_at == [2, 1, 1]
     assert found.reached_at == [3, 2, 1]
-    assert metrics.survival(found) == [2 / 3, 1 / 3, 1 / 2]
+    assert metrics.survival(found) == [2 / 3, 1 / 3, 1 / 3]
     assert (found.tau_accepted, found.tau_emitted, found.wasted) == (4 / 3, 7 / 3, 1 / 2)
 
 
@@ -129,6 +129,7 @@ def test_counts_add_up(found: list[Trace]) -> None:
     for i, count in enumerate(total.reached_at):
         assert count == sum((tick.drafted or 0) > i and tick.accepted >= i for tick in rounds)
     assert all(0 <= share <= 1 for share in metrics.survival(total))
+    assert sum(metrics.survival(total)) == pytest.approx(total.tau_accepted or 0)
     if rounds:
         assert total.tau_emitted == pytest.approx((total.tau_accepted or 0) + 1)
 

@@ -121,7 +121,8 @@ def test_the_same_settings_are_comparable() -> None:
         ({"max_tokens": 65}, "max_tokens: 64 in A, 65 in B"),
         ({"seed": 1}, "seed: 0 in A, 1 in B"),
         ({"threads": 2}, "threads: 1 in A, 2 in B"),
-        ({"points": [PLAIN]}, "points: 2 entries in A, 1 entries in B"),
+        ({"requests": {"1 at once": 3}}, "requests.1 at once: 2 in A, 3 in B"),
+        ({"ttft_bound": 9.0}, "ttft_bound: - in A, 9.0 in B"),
     ],
 )
 def test_other_settings_are_not(change: dict[str, Any], named: str) -> None:
@@ -141,6 +142,28 @@ def test_another_workload_is_not_but_another_name_of_it_is() -> None:
 
     assert compare(record, named(source="copy.jsonl")).comparable
     assert compare(record, named(digest="e")).settings == ["workload[0].digest: d in A, e in B"]
+
+
+def test_points_of_one_profile_alone_are_named_and_left_out() -> None:
+    """A has dflow, B has ngram and another load, as after a drafter was exchanged."""
+    ngram, busy = (PLAIN.model_copy(update=each) for each in ({"strategy": "ngram"}, {"concurrency": 2}))
+    plain = plain_runs()
+    b = profile([result(PLAIN, plain), result(ngram, plain, plain), result(busy, plain)])
+    requests = {"1 at once": 2, "2 at once": 16}
+    b = b.model_copy(update={"settings": b.settings.model_copy(update={"requests": requests})})
+    found = compare(made(), b)
+    assert found.comparable
+    assert (found.only_a, found.only_b) == (["dflow"], ["ngram", "ar, 2 at once"])
+    assert {change.point for change in found.changes} == {PLAIN}
+    text = io.StringIO()
+    show_difference(found, Console(file=text, width=150))
+    assert "only in A dflow\nonly in B ngram; ar, 2 at once\n" in text.getvalue()
+
+
+def test_profiles_without_a_point_in_common_are_not_comparable() -> None:
+    alone = profile([result(PLAIN.model_copy(update={"concurrency": 2}), plain_runs())])
+    found = compare(made(), alone)
+    assert (found.comparable, found.settings) == (False, ["points: none that both have"])
 
 
 def test_a_profile_that_ended_early_is_not_comparable() -> None:

@@ -31,6 +31,7 @@ from dflow_trt.profiling.remote.triton import TritonChannel
 from dflow_trt.profiling.run import Result
 from dflow_trt.profiling.session import Lost
 from dflow_trt.profiling.workload import Choice
+from dflow_trt.serving.openai.answers import Answer
 from dflow_trt.serving.openai.app import Endpoint, Settings, build_app
 from dflow_trt.serving.openai.backend import Backend
 from dflow_trt.text import Tokenizer
@@ -39,8 +40,9 @@ PATIENCE = 60.0
 TOKENIZER = Tokenizer.from_folder(str(files("dflow_trt") / "example_data" / "target"))
 IDS = TOKENIZER.encode("a) 13 + 17 = 30\nb) 2 + 17 = 19\nc) 19 + 9 = 28\n")[:15]
 ROUNDS = (3, 0, 6, 1)  # of them 1 + 4 + 1 + 7 + 2
-DRAFTING = Sample(IDS, ROUNDS, "stop")
-ALONE = Sample(IDS, [0] * (len(IDS) - 1), "stop")
+DRAFTED_AT = (7, 2, 7, 3)  # drafts of each
+DRAFTING = Sample(IDS, ROUNDS, "stop", DRAFTED_AT)
+ALONE = Sample(IDS, [0] * (len(IDS) - 1), "stop", [0] * (len(IDS) - 1))
 
 
 def script(asked: Asked) -> Sequence[Sample]:
@@ -48,14 +50,14 @@ def script(asked: Asked) -> Sequence[Sample]:
 
 
 def page(triton: FakeTriton) -> str:
-    """The metrics that a server would have by now; drafts of ar are none, whatever the scripted model says."""
+    """The metrics that a server would have by now."""
     lines = ["# HELP dflow_rounds_total Verify rounds.", "nv_inference_count 3"]
     for strategy, sample in (("ar", ALONE), ("dflow", DRAFTING)):
         count = sum(each.value("strategy") == strategy for each in triton.asked)
         labels = f'strategy="{strategy}",task="none"'
         figures = {"output": len(IDS), "accepted": sum(sample.rounds), "emitted": len(IDS) - 1}
+        figures["drafted"] = sum(sample.drafted or ())
         lines += [f"dflow_{name}_tokens_total{{{labels}}} {count * value}" for name, value in figures.items()]
-        lines.append(f"dflow_drafted_tokens_total{{{labels}}} {count * 7 * len(ROUNDS) * (strategy != 'ar')}")
         lines.append(f"dflow_rounds_total{{{labels}}} {count * len(sample.rounds)}")
         for outcome, value in (("stop", count), ("error", 5)):
             lines.append(f'dflow_requests_total{{{labels},outcome="{outcome}"}} {value}')
@@ -133,9 +135,10 @@ def test_an_endpoint_is_profiled_as_a_bundle_is(prompts: Path) -> None:
     assert [result.point for result in record.results] == [PLAIN, DRAFTED]
     assert (drafted.requests, drafted.compared, drafted.same) == (8, 8, 8)
     total = drafted.total
-    assert (total.rounds, total.accepted, total.emitted, total.drafted) == (32, 80, 112, 224)
+    assert (total.rounds, total.accepted, total.emitted, total.drafted) == (32, 80, 112, 8 * 19)
     assert (total.tau_accepted, total.tau_emitted) == (2.5, 3.5)
     assert total.accepted_at == [24, 16, 16, 8, 8, 8]
+    assert total.drafted_at == [32, 32, 24, 16, 16, 16, 16], "as the server says, chunk by chunk"
     assert drafted.latency.itl.n == 8 * (len(IDS) - 1)
     assert drafted.latency.round_gap.n == 8 * len(ROUNDS)
     assert (drafted.throughput.cpu_seconds, drafted.stages) == (None, None)
@@ -144,7 +147,7 @@ def test_an_endpoint_is_profiled_as_a_bundle_is(prompts: Path) -> None:
         "kind": "server",
         "name": server.url,
         "backend": "onnxruntime",
-        "drafters": {"dflow": 8, "dflow-norelay": 8},
+        "drafters": {name: {"kind": None, "drafts": 7} for name in ("dflow", "dflow-norelay")},
     }
     assert {each.task for each in drafted.by_task} == {"gsm8k"}
     assert {asked.parameters.get("task") for asked in server.triton.asked} == {"gsm8k"}
@@ -161,7 +164,7 @@ def test_its_counters_are_joined(prompts: Path) -> None:
     by_name = {(each.counter, each.strategy): each.client for each in found.counters}
     assert by_name["dflow_output_tokens_total", "dflow"] == 12 * len(IDS), "the warm-up too"
     assert by_name["dflow_requests_total", "ar"] == 12
-    assert by_name["dflow_drafted_tokens_total", "dflow"] == 12 * 28
+    assert by_name["dflow_drafted_tokens_total", "dflow"] == 12 * 19
 
 
 def test_a_server_that_counts_otherwise_is_reported(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,10 +178,15 @@ def test_a_server_that_counts_otherwise_is_reported(prompts: Path, monkeypatch: 
     assert {(each.client, each.server) for each in wrong if each.strategy == "dflow"} == {(48.0, 0.0)}
 
 
-def test_drafts_that_nobody_tells_are_not_guessed(prompts: Path) -> None:
-    """The scripted model verifies 7 drafts in its last round too, where max_tokens leaves room for fewer."""
+def test_drafts_that_a_server_does_not_tell_are_not_guessed(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Answer._drafts
+
+    def untold(self: Answer, *arguments: Any) -> dict[str, Any]:
+        return {name: value for name, value in told(self, *arguments).items() if name != "num_drafted"}
+
+    monkeypatch.setattr(Answer, "_drafts", untold)
     with Server() as server:
-        record = profiled(server.url, prompts, options={"strategies": ("dflow",), "max_tokens": len(IDS)}).profile
+        record = profiled(server.url, prompts, options={"strategies": ("dflow",)}).profile
     total = record.results[1].total
     assert (total.drafted, total.wasted, total.drafted_at) == (None, None, [])
     assert total.tau_accepted == 2.5
@@ -308,7 +316,7 @@ def pieces(script: Callable[[Asked], Sequence[Sample]], point: Point = DRAFTED) 
 
 def test_triton_says_every_count() -> None:
     found = pieces(script)
-    rounds = [(kept, 7, True) for kept in ROUNDS]
+    rounds = [(kept, made, True) for kept, made in zip(ROUNDS, DRAFTED_AT, strict=True)]
     assert [(each.accepted, each.drafted, each.is_round) for each in found] == [(0, 0, False), *rounds]
     assert [token for each in found for token in each.token_ids] == IDS
     assert [each.finish_reason for each in found] == [None] * 4 + ["stop"]

@@ -276,7 +276,7 @@ def unscaled_embeddings(patch: Patch) -> None:
 
 
 def no_softcap(patch: Patch) -> None:
-    patch.setattr(drafter, "_output_transform", lambda g, spec, x: x)
+    patch.setattr(drafter, "output_transform", lambda g, spec, x, dtype: x)
 
 
 def live_padding(patch: Patch) -> None:

@@ -14,7 +14,7 @@ import pytest
 from dflow_trt.errors import UserError
 from dflow_trt.serving.package import PackageOptions
 from dflow_trt.serving.serve import ServeOptions, _lines, _listening, serve
-from dflow_trt.serving.server import Ports, TritonServer
+from dflow_trt.serving.server import Output, Ports, TritonServer, _free_ports, reason
 
 OPTIONS = ServeOptions("127.0.0.1", 8000, 1000, 60.0, PackageOptions(), Ports())
 
@@ -59,6 +59,22 @@ def test_loopback_is_no_open_door(host: str) -> None:
     assert "warning" not in lines(host=host)
 
 
+@pytest.mark.parametrize(("host", "here"), [("0.0.0.0", "127.0.0.1"), ("::", "[::1]")])
+def test_where_all_addresses_are_listened_at_one_is_given_that_can_be_opened(host: str, here: str) -> None:
+    said = lines(host=host)
+    for name in ("endpoint", "page", "metrics"):
+        assert said[name].startswith(f"http://{here}:")
+    assert f"http://{here}:" in said["try"]
+    assert host not in said.get("network", "")
+
+
+def test_where_others_reach_this_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflow_trt.serving.serve._address", lambda family: "192.0.2.7")
+    said = lines(host="0.0.0.0")
+    assert said["network"] == said["endpoint"].replace("127.0.0.1", "192.0.2.7")
+    assert "network" not in lines()
+
+
 def test_addresses_of_version_6_are_in_brackets() -> None:
     assert lines(host="::1")["page"].startswith("http://[::1]:")
 
@@ -71,6 +87,47 @@ def test_a_taken_port_is_named() -> None:
             _listening("127.0.0.1", port),
         ):
             pass
+
+
+@pytest.mark.parametrize("name", ["http", "grpc", "metrics"])
+def test_a_taken_port_of_tritons_is_named(name: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=rf"^{name} port {port} cannot be had .*; choose another$"):
+            _free_ports("127.0.0.1", Ports(**{name: port}))
+
+
+FAILED = """\
+E1130 20:07:24.576858 1 backend_model.cc:692] "ERROR: Failed to create instance: TritonModelException: {why}\\n\\n"
+E1130 20:07:24.577021 1 model_lifecycle.cc:642] "failed to load 'dflow' version 1: Internal: {kind}{why}{at}"
+error: creating server: Internal - failed to load all models
+"""
+
+
+@pytest.mark.parametrize("kind", ["", "TritonModelException: "])
+@pytest.mark.parametrize("at", ["", "\\n\\nAt:\\n  x.py(1): initialize\\n"])
+def test_a_server_that_does_not_start_is_explained_by_its_model(kind: str, at: str) -> None:
+    why = "tensorrt: cannot be imported (No module named 'tensorrt'); in the checkout: pip install"
+    lines = FAILED.format(kind=kind, why=why, at=at).splitlines()
+    assert reason(lines) == f"failed to load 'dflow': {why}"
+
+
+def test_a_server_that_does_not_start_is_explained_by_its_first_error_or_its_last_line() -> None:
+    lines = ["W1130 a warning", 'E1130 main.cc:257] "failed to start HTTP service"', "E1130 another", "the end"]
+    assert reason(lines) == lines[1]
+    assert reason(["Segmentation fault", ""]) == "Segmentation fault"
+    assert reason([]) == "no output"
+
+
+def test_output_is_held_until_it_is_released(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    output = Output(hold=True)
+    output.follow([b"one\n", b"CudaDriverHelper has not been initialized\n"])
+    assert output.held() == ["one\n"]
+    assert capfdbinary.readouterr().err == b""
+    output.release()
+    output.follow([b"two\n"])
+    assert output.held() == []
+    assert capfdbinary.readouterr().err == b"one\ntwo\n"
 
 
 def test_answers_do_not_wait_for_acknowledgements() -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import queue
 import stat
+import subprocess
+import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +17,7 @@ import numpy as np
 import pytest
 
 from dflow_trt.errors import UserError
-from dflow_trt.serving.link import Answer, LinkClient, LinkServer, Question, meeting_place
+from dflow_trt.serving.link import CONNECT_SECONDS, Answer, LinkClient, LinkServer, Question, meeting_place
 
 PATIENCE = 20.0
 Answering = Callable[[Answer], None]
@@ -129,6 +132,62 @@ def test_one_that_says_goodbye_answers_what_it_has() -> None:
     answer(Answer("a", {}, True))
     assert answers.get(timeout=PATIENCE).final
     link.close()
+
+
+LISTENS = """
+import sys, tempfile
+tempfile.tempdir = sys.argv[1]
+from dflow_trt.serving.link import LinkServer
+server = LinkServer(1, lambda question, answer: print("asked", flush=True))
+print("listens", flush=True)
+if sys.stdin.readline() == "close\\n":
+    server.close()
+    server.hang_up()
+"""
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_process_that_dies_is_noticed_and_one_that_says_goodbye_is_not_missed(folder: Path, dies: bool) -> None:
+    """Without a question: whoever may ask is connected before."""
+    died, answers = threading.Event(), queue.Queue[Answer]()
+    arguments = [sys.executable, "-c", LISTENS, str(folder)]
+    link = LinkClient(1, answers.put, died.set)
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        assert other.stdout.readline() == "listens\n"
+        time.sleep(3 * CONNECT_SECONDS)
+        if dies:
+            other.kill()
+            assert died.wait(PATIENCE)
+        else:
+            ask(link, "a")
+            assert other.stdout.readline() == "asked\n"
+            other.stdin.write("close\n")
+            other.wait(PATIENCE)
+            assert answers.get(timeout=PATIENCE).code == "UNAVAILABLE"
+            assert not died.wait(CONNECT_SECONDS)
+    link.close()
+
+
+def test_whoever_closes_its_own_end_mourns_nobody() -> None:
+    died, asked = threading.Event(), Asked()
+    link = LinkClient(1, lambda answer: None, died.set)
+    ask(link, "a")
+    asked.next()
+    link.close()
+    assert not died.wait(CONNECT_SECONDS)
+
+
+def test_sockets_of_servers_that_are_gone_are_removed() -> None:
+    with subprocess.Popen(["true"]) as gone:
+        pass
+    left, kept = (meeting_place() / f"{pid}-1-0.sock" for pid in (gone.pid, os.getpid()))
+    for path in (left, kept):
+        path.touch()
+    Asked().server.close()
+    assert not left.exists()
+    assert kept.exists()
 
 
 def test_the_folder_is_of_this_user_alone(folder: Path) -> None:

@@ -61,6 +61,11 @@ def test_sampling_fields_are_read_exactly(name: str) -> None:
     assert getattr(read(**{name: sent}).params, name) == wanted
 
 
+def test_a_temperature_that_is_0_as_a_float32_is_greedy() -> None:
+    assert read(temperature=1e-50).params.greedy
+    assert read(temperature=1e-40).params.temperature == 1e-40
+
+
 def test_the_other_options() -> None:
     ask = read(
         {"task": "sums", "id": "mine"},

@@ -151,3 +151,28 @@ def test_memory_is_one_tensor_and_a_chunk(tmp_path: Path, monkeypatch: pytest.Mo
     tracemalloc.stop()
     data.close()
     assert peak <= whole + (10 << 20)  # bfloat16 chunks of 1 MiB are worked on in float32
+
+
+def test_what_lies_in_another_file_is_not_written_again(tmp_path: Path) -> None:
+    first, second = (store.WeightFile(tmp_path / name, lambda count: None) for name in ("first", "second"))
+    kept = first.add("x", np.arange(6, dtype=np.float32))
+    second.reuse(first)
+    again, other = second.add("x", np.arange(6, dtype=np.float32)), second.add("y", np.zeros(3, np.int64))
+    first.close()
+    second.close()
+    assert again is kept
+    assert (again.location, other.location) == ("first", "second")
+    assert (first.size, second.size) == (24, 24)
+
+
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), BFLOAT16])
+def test_vocabulary_tables_end_in_zero_rows(tmp_path: Path, dtype: np.dtype, chunk_bytes: int) -> None:
+    source, data = weights(head=(9, 4)), store.WeightFile(tmp_path / "data", lambda count: None)
+    table = store.table(data, source, "head", "table", 12, dtype)
+    levels, scale = store.int8_table(data, source, "head", "levels", 12)
+    data.close()
+    wanted = np.concatenate([source.read("head"), np.zeros((3, 4), BFLOAT16)]).astype(dtype)
+    np.testing.assert_array_equal(table.numpy(), wanted)
+    assert (tuple(levels.shape), tuple(scale.shape)) == ((4, 12), (12,))
+    found = levels.numpy().T * scale.numpy()[:, None]
+    np.testing.assert_allclose(found, wanted.astype(np.float32), atol=np.abs(wanted.astype(np.float32)).max() / 127)

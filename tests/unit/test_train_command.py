@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import random
-import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +16,9 @@ torch = pytest.importorskip("torch", reason="training needs torch (the extra `tr
 pytest.importorskip("transformers", reason="training needs transformers (the extra `train`)")
 
 from accelerate.utils import DistributedType  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
 from tiny import edit_config, make_drafter, make_target  # noqa: E402
+from train_place import SMALL, Place, StopAt, make_prompts, open_place, same, tensors  # noqa: E402
 
-from dflow_trt import cli  # noqa: E402
 from dflow_trt.checkpoint.drafter import read_drafter  # noqa: E402
 from dflow_trt.checkpoint.target import read_target  # noqa: E402
 from dflow_trt.errors import UserError  # noqa: E402
@@ -36,42 +32,7 @@ from dflow_trt.training.plan import Plan, make_plan  # noqa: E402
 from dflow_trt.training.progress import Silent  # noqa: E402
 from dflow_trt.training.shapes import spread_taps  # noqa: E402
 
-SMALL = {
-    "steps": 4,
-    "every": 2,
-    "batch-size": 4,
-    "anchors": 2,
-    "max-new-tokens": 12,
-    "held-out": 3,
-    "learning-rate": 3e-3,
-}
 SHAPE = {"block-size": 4, "taps": "0,1", "layers": 1, "mask-token-id": 255}
-
-
-@dataclass
-class Result:
-    code: int
-    stdout: str
-    stderr: str
-
-
-@dataclass
-class Place:
-    """A folder with a target and prompts, and the command on it."""
-
-    folder: Path
-    run: Callable[..., Result]
-
-    def train(self, output: str = "drafter", *extra: str, **flags: Any) -> Result:
-        values = {**SMALL, **{name.replace("_", "-"): value for name, value in flags.items()}}
-        values = {"target": self.folder / "target", "prompts": self.folder / "prompts.jsonl", "threads": 1} | values
-        given = [part for name, value in values.items() if value is not None for part in (f"--{name}", value)]
-        return self.run("train", "--output", self.folder / output, "--json", *given, *extra)
-
-    def trained(self, output: str = "drafter", *extra: str, **flags: Any) -> dict[str, Any]:
-        result = self.train(output, *extra, **flags)
-        assert result.code == 0, result.stderr
-        return json.loads(result.stdout)
 
 
 @pytest.fixture(scope="session")
@@ -79,39 +40,13 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target whose answers do not end early, and prompts."""
     folder = tmp_path_factory.mktemp("train")
     make_target(folder / "target", eos_token_id=None)
-    rng = random.Random(0)
-    lines = [{"prompt_token_ids": [rng.randrange(2, 250) for _ in range(rng.randint(3, 8))]} for _ in range(14)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    make_prompts(folder / "prompts.jsonl")
     return folder
 
 
 @pytest.fixture
 def place(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Place:
-    for name in ("target", "prompts.jsonl"):
-        (tmp_path / name).symlink_to(files / name)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    threads = torch.get_num_threads()
-    monkeypatch.setattr(job, "set_threads", lambda count: torch.set_num_threads(count or threads))
-
-    def run(*arguments: Any) -> Result:
-        monkeypatch.setattr(sys, "argv", ["dflow-trt", *map(str, arguments)])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else 1
-        captured = capsys.readouterr()
-        return Result(code, captured.out, captured.err)
-
-    return Place(tmp_path, run)
-
-
-def tensors(folder: Path) -> dict[str, Any]:
-    return load_file(folder / "model.safetensors")
-
-
-def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    return open_place(files, tmp_path, capsys, monkeypatch)
 
 
 def plan_of(folder: Path, **changes: Any) -> Plan:
@@ -220,17 +155,6 @@ def test_self_conditioned_training_has_more_rounds_and_no_relay(place: Place) ->
     plain, conditioned = tensors(place.folder / "plain"), tensors(place.folder / "conditioned")
     assert plain.keys() == conditioned.keys()
     assert not same(plain, conditioned)
-
-
-class StopAt(Silent):
-    """Interrupts the job when it reports a step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def advance(self, done: int, note: str = "") -> None:
-        if note and done == self.step:
-            raise KeyboardInterrupt
 
 
 def test_interrupted_and_resumed_training_is_uninterrupted_training_bit_by_bit(files: Path, tmp_path: Path) -> None:

@@ -27,6 +27,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sliding window": {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1},
     "int8 target": {"int8": True},
     "no drafters": {"drafters": {}},
+    "dflash2": {
+        "drafters": {
+            "dflash2": {"block_size": 6, "seed": 5, "dflash2": {}},
+            "dflash2-dflow": {"block_size": 8, "relay": True, "dflash2": {"conv_kernel_size": 2}},
+        }
+    },
     "domino": {
         "drafters": {
             "shifted": {"block_size": 7, "seed": 4, "domino": {"shift_label": True, "pure_draft_prefix_len": 1}},

@@ -332,6 +332,11 @@ MISREAD: dict[str, tuple[Config, str]] = {
         "drafter: shift_label is true; allowed for TensorRT-LLM: false; its DFlash drafts from slots 1 on; "
         "use this drafter here",
     ),
+    "DFlash 2": (
+        {"dflash2": {}},
+        "drafter: architectures is ['DFlash2DraftModel']; allowed for TensorRT-LLM: DFlash, Domino and DFlow drafters; "
+        "its DFlash has neither convolutions nor a selector; use this drafter here",
+    ),
     "an embedding scale": (
         {"input_embedding_scale": 8.0},
         "drafter: input_embedding_scale 8; allowed for TensorRT-LLM: 1; it does not scale embeddings; "

@@ -26,14 +26,13 @@ class Facts:
 @dataclass(frozen=True)
 class Piece:
     """What one response adds. drafted: drafts of the round that gave it, None where the server does not say; is_round:
-    there was one. total_drafted: of the whole request, in its last piece, where the server says that."""
+    there was one."""
 
     token_ids: Sequence[int] = ()
     accepted: int = 0
     drafted: int | None = 0
     is_round: bool = True
     finish_reason: str | None = None
-    total_drafted: int | None = None
 
 
 class Channel(Protocol):

@@ -9,7 +9,6 @@ from typing import Any
 import httpx
 
 from dflow_trt.errors import UserError
-from dflow_trt.method.draft import draft_length
 from dflow_trt.profiling.measure import Asked
 from dflow_trt.profiling.record import Point
 from dflow_trt.profiling.remote.base import Facts, Piece, RequestFailed
@@ -28,7 +27,6 @@ class OpenAiChannel:
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=None)
         self._http = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=SECONDS, limits=limits)
-        self._drafts: dict[str, int | None] = {}
 
     async def facts(self) -> Facts:
         """What /v1/models says; UserError where it is no server of this project."""
@@ -43,8 +41,8 @@ class OpenAiChannel:
         try:
             [model] = response.json()["data"]
             offered = model["dflow"]
-            self._drafts = {each["name"]: each["max_draft_tokens"] for each in offered["strategies"]}
-            return Facts(model["id"], offered["backend"], self._drafts)
+            drafts = {each["name"]: each["max_draft_tokens"] for each in offered["strategies"]}
+            return Facts(model["id"], offered["backend"], drafts)
         except (ValueError, KeyError, TypeError):
             raise UserError(
                 f"--url: {self.url}: its /v1/models names no strategies; profile a server started by dflow-trt serve"
@@ -58,13 +56,14 @@ class OpenAiChannel:
             path, body["messages"] = "/v1/chat/completions", asked.item.prompt[kind]
         else:
             body["prompt"] = asked.item.prompt[kind]
-        lengths = _Lengths(point, asked, self._drafts.get(point.strategy))
+        is_round = False  # what comes first is of the prefill
         try:
             async with self._http.stream("POST", path, json=body) as response:
                 if response.status_code != httpx.codes.OK:
                     _refuse(asked, response.status_code, await response.aread())
                 async for event in _events(response):
-                    yield lengths.piece(event)
+                    yield _piece(event, is_round)
+                    is_round = True
         except httpx.TimeoutException as error:
             raise RequestFailed(_reason(error)) from None
         except httpx.TransportError as error:
@@ -82,7 +81,7 @@ def _body(point: Point, asked: Asked) -> dict[str, Any]:
         "temperature": params.temperature,
         "seed": params.seed,
         "stream": True,
-        "stream_options": {"include_usage": True, "include_drafts": True},
+        "stream_options": {"include_drafts": True},
         "return_token_ids": True,
         "strategy": point.strategy,
     }
@@ -102,30 +101,12 @@ async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
         yield event
 
 
-class _Lengths:
-    """Chunks as pieces. They do not say how many drafts their round verified; where every round verifies all that may
-    count, which the usage at the end confirms or not, it follows from what is left of max_tokens."""
-
-    def __init__(self, point: Point, asked: Asked, num_drafts: int | None) -> None:
-        self._num_drafts, self._draft_tokens = num_drafts, point.draft_tokens
-        self._left, self._first = asked.params.max_tokens, True
-
-    def piece(self, event: dict[str, Any]) -> Piece:
-        if not event["choices"]:
-            details = event["usage"]["completion_tokens_details"]
-            total = details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"]
-            return Piece(is_round=False, total_drafted=total)
-        [choice] = event["choices"]
-        ids, drafts = choice["token_ids"], event["dflow"]
-        drafted = 0 if self._first else self._drafted()
-        self._left -= len(ids)
-        self._first, is_round = False, not self._first
-        return Piece(ids, drafts["num_accepted"], drafted, is_round, choice["finish_reason"])
-
-    def _drafted(self) -> int | None:
-        if self._num_drafts is None:
-            return None
-        return draft_length(self._num_drafts, self._left, self._draft_tokens) if self._num_drafts else 0
+def _piece(event: dict[str, Any], is_round: bool) -> Piece:
+    """A chunk as a piece."""
+    [choice], drafts = event["choices"], event["dflow"]
+    return Piece(
+        choice["token_ids"], drafts["num_accepted"], drafts.get("num_drafted"), is_round, choice["finish_reason"]
+    )
 
 
 def _refuse(asked: Asked, status: int, content: bytes) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -16,7 +16,7 @@ from dflow_trt.errors import UserError
 from dflow_trt.profiling.measure import Asked, Run, Tick, Trace
 from dflow_trt.profiling.points import Options, Prompt, families, most_requests
 from dflow_trt.profiling.prices import Prices
-from dflow_trt.profiling.record import Point, ServerCheck, Subject
+from dflow_trt.profiling.record import DrafterInfo, Point, ServerCheck, Subject
 from dflow_trt.profiling.remote import counters
 from dflow_trt.profiling.remote.base import Channel, Facts, Piece, RequestFailed
 from dflow_trt.profiling.remote.openai import OpenAiChannel
@@ -97,10 +97,10 @@ def profile_server(
             prompts = {
                 length: runner.run(_prompts(channel, each, opened, address)) for length, each in workloads.items()
             }
-            names = check_strategies(options.strategies, tuple(facts.strategies))
+            check_strategies(options.strategies, facts.strategies)
             before = _counters(address)
             driver = RemoteDriver(channel, runner)
-            session = Session(driver, families(options, names, prompts), options, report)
+            session = Session(driver, families(options, facts.strategies, prompts), options, report)
             session.measure()
             checked = _checked(address, before, session)
         finally:
@@ -134,7 +134,7 @@ def _subject(address: Address, facts: Facts, bundle: Bundle | None) -> Subject:
     """What the record says of a server: as much as is known."""
     if bundle is not None:
         return subject_of(bundle).model_copy(update={"kind": "server", "name": address.url})
-    drafters = {name: drafts + 1 for name, drafts in facts.strategies.items() if drafts}
+    drafters = {name: DrafterInfo(kind=None, drafts=drafts) for name, drafts in facts.strategies.items() if drafts}
     return Subject(
         kind="server",
         name=address.url,
@@ -228,10 +228,3 @@ def _record(trace: Trace, piece: Piece, now: float) -> None:
         trace.ticks.append(Tick(now, len(piece.token_ids), piece.drafted, piece.accepted, piece.is_round))
         trace.token_ids += piece.token_ids
     trace.finish_reason = piece.finish_reason or trace.finish_reason
-    if piece.total_drafted is not None and piece.total_drafted != _drafted(trace):
-        trace.ticks = [replace(tick, drafted=None) if tick.is_round else tick for tick in trace.ticks]
-
-
-def _drafted(trace: Trace) -> int | None:
-    known = [tick.drafted for tick in trace.ticks if tick.drafted is not None]
-    return sum(known) if len(known) == len(trace.ticks) else None

@@ -208,6 +208,11 @@ class TrtRuntime:
         return ids.view(0, (len(draws),), np.dtype(np.int64))
 
     @property
+    def stream(self) -> Stream:
+        """Where all of its work is queued, in order: events recorded on it stand between calls."""
+        return self._stream
+
+    @property
     def num_graphs(self) -> int:
         """CUDA graphs that stand ready: one a decoding shape that was used, if its engine can be captured."""
         return sum(call.graph is not None for call in self._calls.values())

@@ -151,16 +151,18 @@ def _name(token: int, tokenizer: Tokenizer) -> str:
 
 @dataclass
 class Choice:
-    """One sample of one prompt while it is answered."""
+    """One sample of one prompt while it is answered. drafted: drafts that the round of its last update verified."""
 
     texts: TokenTexts | None
     text: list[str] = field(default_factory=list)
     tokens: list[TokenText] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     last: Update | None = None
+    drafted: int = 0
 
     def add(self, update: Update) -> list[TokenText]:
         """Keep an update; its tokens with their texts, where these are needed."""
+        self.drafted = update.stats.drafted - (self.last.stats.drafted if self.last is not None else 0)
         self.text.append(update.text)
         self.ids += [pick.token for pick in update.picks]
         self.last = update
@@ -171,12 +173,13 @@ class Choice:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What an answer shows beside the text. drafts and usage: of a stream."""
+    """What an answer shows beside the text. Of a stream: drafts, usage at its end, running_usage in every chunk."""
 
     logprobs: bool = False
     ids: bool = False
     drafts: bool = False
     usage: bool = False
+    running_usage: bool = False
 
 
 class Answer:
@@ -212,8 +215,8 @@ class Answer:
         chunk = {**self._head, "object": self._form.part, "choices": [shown]}
         if self._wanted.drafts:
             chunk["dflow"] = self._drafts(choice, update)
-        if self._wanted.usage:
-            chunk["usage"] = None
+        if self._wanted.usage or self._wanted.running_usage:
+            chunk["usage"] = self.usage() if self._wanted.running_usage else None
         return chunk
 
     def _choice(
@@ -228,9 +231,10 @@ class Answer:
         return shown
 
     def _drafts(self, choice: Choice, update: Update) -> JsonObject:
-        """Of one round: how many tokens, how many of them drafts, and which text these were."""
+        """Of one round: its tokens and drafts, how many of the tokens were drafts, and which text these were."""
         pieces = choice.texts.pieces(update.text) if choice.texts is not None else []
-        return {"num_tokens": len(update.picks), "num_accepted": update.num_accepted, "pieces": pieces}
+        counts = {"num_drafted": choice.drafted, "num_accepted": update.num_accepted}
+        return {"num_tokens": len(update.picks), **counts, "pieces": pieces}
 
     def body(self) -> JsonObject:
         """The whole answer."""

@@ -10,11 +10,13 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from email.message import Message
 from importlib.resources import files
 from typing import Any, TypeVar
 
 import httpx
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
@@ -37,6 +39,7 @@ Result = TypeVar("Result")
 
 METRICS_SECONDS = 10.0
 HEARTBEAT_SECONDS = 30.0  # older than that, the model's loop hangs or is gone; it beats every second, idle or not
+ENDING = "the server is ending; send the request to another, or again later"
 INTERNAL = "something went wrong here; the server's log says what"
 _log = logging.getLogger(__name__)
 _PAGE = {
@@ -74,10 +77,15 @@ class Settings:
 
 
 class Generation:
-    """The jobs of one request, all at once, their updates merged as they come. :meth:`cancel` it if nobody reads on."""
+    """The jobs of one request, all at once, their updates merged as they come. :meth:`cancel` it if nobody reads on.
 
-    def __init__(self, backend: Backend, request_id: str, jobs: Sequence[Job]) -> None:
-        self._backend = backend
+    It is among ``running`` until then. open: its sequences that have not ended.
+    """
+
+    def __init__(self, backend: Backend, request_id: str, jobs: Sequence[Job], running: set[Generation]) -> None:
+        self._backend, self._running = backend, running
+        self.open = sum(job.params.n for job in jobs)
+        running.add(self)
         self._merged: asyncio.Queue[tuple[int, Update] | ApiError | None] = asyncio.Queue()
         self._tasks = {
             f"{request_id}-{i}": asyncio.create_task(self._pump(f"{request_id}-{i}", i, job))
@@ -90,6 +98,7 @@ class Generation:
         try:
             async for update in self._backend.run(request_id, job):
                 ended += update.finish_reason is not None
+                self.open -= update.finish_reason is not None
                 self._merged.put_nowait((index, update))
             if ended < job.params.n:  # how a stream ends whose model's process was lost
                 end = ApiError(503, "the model was lost while it answered; send the request again")
@@ -112,8 +121,14 @@ class Generation:
             else:
                 yield item
 
+    def abort(self) -> None:
+        """End it, with an error for who reads it."""
+        self._merged.put_nowait(ApiError(503, ENDING))
+        self.cancel()
+
     def cancel(self) -> None:
         """End what still runs; the model hears of it at once."""
+        self._running.discard(self)
         for request_id, task in self._tasks.items():
             if not task.done():
                 self._backend.end(request_id, task)
@@ -143,6 +158,19 @@ class Endpoint:
         self._http, self._settings = http, settings
         self._chooser = StrategyChooser(bundle, settings.strategy, settings.shares)
         self._created = int(time.time())
+        self._running: set[Generation] = set()
+        self._ending = False
+
+    @property
+    def open_sequences(self) -> int:
+        """How many sequences run or wait for requests of this endpoint."""
+        return sum(generation.open for generation in self._running)
+
+    def abort(self) -> None:
+        """End all that runs with an error, and whatever comes yet."""
+        self._ending = True
+        for generation in list(self._running):
+            generation.abort()
 
     def guarded(self, handler: Handler) -> Handler:
         """The handler, for those who may ask."""
@@ -176,7 +204,9 @@ class Endpoint:
         self._check_model(asked.model)
         todo = await self._jobs(asked)
         answer = Answer(form, self._settings.model_name, self._fingerprint, todo, self._tokenizer, _wanted(asked))
-        generation = Generation(self._backend, answer.id, todo)
+        if self._ending:
+            raise ApiError(503, ENDING)
+        generation = Generation(self._backend, answer.id, todo, self._running)
         if asked.streams is None:
             return await _whole(request, answer, generation)
         return await _stream(request, answer, generation, asked.streams.include_usage)
@@ -288,6 +318,7 @@ def _wanted(asked: CompletionRequest | ChatRequest) -> Wanted:
         ids=bool(asked.return_token_ids),
         drafts=streams is not None and streams.include_drafts,
         usage=streams is not None and streams.include_usage,
+        running_usage=streams is not None and streams.continuous_usage_stats,
     )
 
 
@@ -368,9 +399,7 @@ async def _disconnected(request: Request) -> None:
 
 async def _body(request: Request, limit: int) -> bytes:
     """The body, read no further than the limit; JSON alone, which no page of another site can send unasked."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise ApiError(415, f"content-type is {kind or 'missing'}; send application/json")
+    _check_form(request.headers)
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > limit:
         raise _too_large(limit)
@@ -381,6 +410,20 @@ async def _body(request: Request, limit: int) -> bytes:
             raise _too_large(limit)
         parts.append(part)
     return b"".join(parts)
+
+
+def _check_form(headers: Headers) -> None:
+    """ApiError for a body that is no JSON in UTF-8, or compressed: the limit is of what is sent."""
+    content = Message()
+    content["content-type"] = headers.get("content-type", "")
+    kind, charset = content.get_content_type() if content["content-type"] else "missing", content.get_content_charset()
+    if kind != "application/json":
+        raise ApiError(415, f"content-type is {kind}; send application/json")
+    if charset not in (None, "utf-8", "utf8"):
+        raise ApiError(415, f"charset is {charset}; send UTF-8")
+    coding = headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("", "identity"):
+        raise ApiError(415, f"content-encoding is {coding}; send the body as it is")
 
 
 def _too_large(limit: int) -> ApiError:

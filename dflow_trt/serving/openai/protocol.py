@@ -83,9 +83,12 @@ class _Body(BaseModel):
 
 
 class StreamOptions(_Body):
-    """include_usage: a last chunk with the usage. include_drafts: each chunk says which text was drafted."""
+    """include_usage: a last chunk with the usage. continuous_usage_stats, vLLM's name: every chunk has that so far.
+    include_drafts: each chunk says which text was drafted.
+    """
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_drafts: bool = False
 
 

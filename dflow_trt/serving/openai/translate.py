@@ -23,6 +23,7 @@ Feed = tuple[t.Tensor, Array]
 
 _LOGPROBS = {t.OUTPUT_LOG_PROBS, t.TOP_IDS, t.TOP_LOG_PROBS}
 _LARGEST = int(np.iinfo(np.int32).max)
+_FLOATS = float(np.finfo(np.float32).smallest_subnormal), float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -123,13 +124,23 @@ def feeds(job: Job) -> list[Feed]:
 
 
 def _array(tensor: t.Tensor, value: Any) -> Array:
-    """[1, items]; UserError for an integer that the tensor cannot hold."""
+    """[1, items]; UserError for a number that the tensor cannot hold: no option may become another one on its way."""
     items = list(value) if isinstance(value, list | tuple) else [value]
     if tensor.type == "STRING":
         return np.array([[item.encode() for item in items]], np.object_)
     if tensor.type == "INT32" and max(map(abs, items), default=0) > _LARGEST:
         raise UserError(f"{tensor.name} is {max(items, key=abs)}; allowed: up to {_LARGEST}")
+    if tensor.type == "FP32" and tensor in t.SAMPLING:  # a bias that is 0 as a float32 changes no logit
+        _check_float(tensor, *items)
     return np.array([items], DTYPES[tensor.type])
+
+
+def _check_float(tensor: t.Tensor, value: float) -> None:
+    least, most = _FLOATS
+    if value and not least <= abs(value) <= most:
+        raise UserError(
+            f"{tensor.name} is {value}; allowed: 0, or in size {least:.2g} to {most:.2g}, which a float32 holds"
+        )
 
 
 def fetches(job: Job) -> list[str]:
