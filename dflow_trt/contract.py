@@ -4,7 +4,7 @@ Dimensions (symbolic unless an engine makes them static):
 
     B  batch rows: slots of one call          S  token rows of a target pass
     R  rows that get logits                   T  live cache length, a multiple of CACHE_STEP
-    J  block slots                            K  drafts: J - 1, or J where a causal head shifts
+    J  block slots, 1 in a chain              K  drafts of a call: J - 1, or J where a causal head shifts or in a chain
     L  cache rows                             N  key/value heads
     D  head size                              E  hidden size of this engine
     X  packed taps: taps x target hidden      V  vocabulary columns, padded to VOCAB_BLOCK

@@ -123,7 +123,7 @@ def _spec(
         num_target_layers=target.stack.num_layers,
         vocab_size=target.vocab_size,
         input_embedding_scale=_scale(draft.keys, "input_embedding_scale"),
-        output_multiplier=_scale(draft.keys, "output_multiplier"),
+        output_multiplier=_scale(draft.keys, "output_multiplier", above=0),
         final_logit_softcapping=_softcap(draft.keys),
         relay=relay,
         conv=_conv(draft) if draft.is_dflash2 else None,
@@ -228,8 +228,7 @@ def _conv(draft: _Draft) -> ConvSpec:
 
 
 def _selector(keys: Config, target: TargetSpec) -> SelectorSpec:
-    """The selector of DFlash 2. Its candidates are the best logits: in that order, a multiplier must keep them."""
-    keys.optional_number("output_multiplier", above=0)
+    """The selector of DFlash 2."""
     top_k = keys.integer("selector_top_k", high=target.vocab_size)
     return SelectorSpec(rank=keys.integer("selector_rank"), top_k=top_k)
 
@@ -318,9 +317,9 @@ def _block_size(keys: Config) -> int:
     return keys.integer("block_size", low=2)
 
 
-def _scale(keys: Config, key: str) -> float:
-    """A multiplier; absent means 1."""
-    value = keys.optional_number(key)
+def _scale(keys: Config, key: str, above: float | None = None) -> float:
+    """A multiplier; absent means 1. Of logits, it must be above 0: the drafts are the best of them without it."""
+    value = keys.optional_number(key, above)
     return 1.0 if value is None else value
 
 

@@ -37,7 +37,7 @@ class Drafting(base.Drafting[DraftModelSpec]):
             found = self._read(slots, rows, unread)
             for draft, token in zip(drafts, found.tolist(), strict=True):
                 draft.append(token)
-            unread = [[draft[-1]] if step < count else [] for draft, count in zip(drafts, wanted, strict=True)]
+            unread = [[draft[-1]] if step + 1 < count else [] for draft, count in zip(drafts, wanted, strict=True)]
         return [draft[:count] for draft, count in zip(drafts, wanted, strict=True)]
 
     def _read(self, slots: range, rows: Sequence[Slot], tokens: Sequence[Sequence[int]]) -> Ids:

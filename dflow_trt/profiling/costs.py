@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from dflow_trt.bundle import Bundle
 from dflow_trt.profiling.measure import PREFILL, Asked, LocalDriver, TimedDecoder
-from dflow_trt.profiling.metrics import STAGE_NAMES
+from dflow_trt.profiling.metrics import median_stages
 from dflow_trt.profiling.record import Point, RoundCost
 from dflow_trt.request import Request, Slot
 
@@ -73,15 +73,10 @@ def _costs(point: Point, kind: str | None, samples: Sequence[_Sample]) -> list[R
             drafts=drafts,
             rounds=len(found),
             context=statistics.mean(sample.context for sample in found),
-            milliseconds=_medians([sample.milliseconds for sample in found]),
+            milliseconds=median_stages([sample.milliseconds for sample in found]),
         )
         for drafts, found in sorted(by_length.items())
     ]
-
-
-def _medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(name for each in rounds for name in each)
-    return {STAGE_NAMES.get(name, name): statistics.median(each.get(name, 0.0) for each in rounds) for name in names}
 
 
 class _FullRounds(TimedDecoder):

@@ -108,13 +108,15 @@ class Trace:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the decoder. rounds: requests that had a verify round in it; milliseconds: by stage."""
+    """One step of the decoder. rounds: requests that had a verify round in it; milliseconds: by stage; cpu: seconds of
+    the processor."""
 
     start: float
     end: float
     rounds: int
     tokens: int
     milliseconds: dict[str, float]
+    cpu: float = 0.0
 
     @property
     def decodes_alone(self) -> bool:
@@ -182,7 +184,10 @@ class TimedDecoder(Decoder):
 
 
 class LocalDriver:
-    """Runs turns on one runtime. A point keeps its decoder, and with it what an adaptive policy has learnt."""
+    """Runs turns on one runtime. A point keeps its decoder, and with it what an adaptive policy has learnt.
+
+    rounds: after so many a request is left, so that all of them are full ones; None runs it to its end.
+    """
 
     def __init__(
         self,
@@ -191,8 +196,10 @@ class LocalDriver:
         slots: int,
         clock: Clock | None = None,
         device: DeviceClock | None = None,
+        rounds: int | None = None,
     ) -> None:
         self._bundle, self._runtime, self._slots, self._device = bundle, runtime, slots, device
+        self._rounds = rounds
         self._clock = clock or SystemClock()
         self._decoders: dict[Point, TimedDecoder] = {}
 
@@ -221,7 +228,7 @@ class LocalDriver:
         if point not in self._decoders:
             self._decoders[point] = self.decoder(point)
         strategy = self._bundle.strategy(point.strategy)
-        loop = _Loop(self._decoders[point], self._clock, strategy, point.draft_tokens)
+        loop = _Loop(self._decoders[point], self._clock, strategy, point.draft_tokens, self._rounds)
         start, cpu = self._clock.now(), self._clock.cpu()
         if offsets is None:
             assert point.concurrency is not None
@@ -241,9 +248,11 @@ def _request(name: str, asked: Asked, strategy: Strategy, draft_tokens: int | No
 class _Loop:
     """The requests of one turn."""
 
-    def __init__(self, decoder: TimedDecoder, clock: Clock, strategy: Strategy, draft_tokens: int | None) -> None:
+    def __init__(
+        self, decoder: TimedDecoder, clock: Clock, strategy: Strategy, draft_tokens: int | None, rounds: int | None
+    ) -> None:
         self._decoder, self._clock = decoder, clock
-        self._strategy, self._draft_tokens = strategy, draft_tokens
+        self._strategy, self._draft_tokens, self._rounds = strategy, draft_tokens, rounds
         self.traces: dict[str, Trace] = {}
         self._steps: list[Step] = []
         self._marks: list[list[Mark]] = []
@@ -273,12 +282,12 @@ class _Loop:
         self._decoder.submit(_request(name, asked, self._strategy, self._draft_tokens))
 
     def _step(self) -> None:
-        start = self._clock.now()
+        start, cpu = self._clock.now(), self._clock.cpu()
         result = self._decoder.step()
-        end = self._clock.now()
+        end, spent = self._clock.now(), self._clock.cpu() - cpu
         rounds = sum(self._record(emission, end) for emission in result.emissions)
         tokens = sum(len(emission.picks) for emission in result.emissions)
-        self._steps.append(Step(start, end, rounds, tokens, result.milliseconds))
+        self._steps.append(Step(start, end, rounds, tokens, result.milliseconds, spent))
         if self._decoder.device is not None:
             self._marks.append(self._decoder.device.take())
 
@@ -301,4 +310,6 @@ class _Loop:
             trace.ticks.append(Tick(now, len(emission.picks), drafted, accepted, is_round))
             trace.token_ids += emission.tokens
         trace.finish_reason, trace.error = emission.finish_reason, emission.error
+        if self._rounds is not None and len(trace.rounds) >= self._rounds:
+            self._decoder.cancel(emission.request_id)
         return is_round

@@ -6,13 +6,14 @@ Nothing divides by zero: a figure without a denominator is None. A percentile wi
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from dflow_trt.profiling.measure import Run, Trace
+from dflow_trt.profiling.measure import Run, Step, Trace
 from dflow_trt.profiling.record import (
     ALL_TASKS,
     Acceptance,
@@ -183,8 +184,13 @@ def sum_or_none(values: Iterable[float | None]) -> float | None:
 
 def decode_rate(runs: Sequence[Run]) -> float | None:
     """Tokens a second of steps in which all places of a closed loop decode and none prefills."""
-    steps = [step for run in runs for step in run.steps if step.decodes_alone and step.rounds == run.point.concurrency]
+    steps = [step for run in runs for step in full_steps(run)]
     return ratio(sum(step.tokens for step in steps), sum(step.end - step.start for step in steps))
+
+
+def full_steps(run: Run) -> list[Step]:
+    """Those in which all places of a closed loop decode and none prefills."""
+    return [step for step in run.steps if step.decodes_alone and step.rounds == run.point.concurrency]
 
 
 def goodput(runs: Sequence[Run], ttft_bound: float | None, tpot_bound: float | None) -> Goodput | None:
@@ -225,6 +231,12 @@ def mean_stages(steps: Sequence[dict[str, float]]) -> dict[str, float]:
         for name, value in step.items():
             total[STAGE_NAMES.get(name, name)] += value
     return {name: value / len(steps) for name, value in total.items()}
+
+
+def median_stages(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The same, each stage's median."""
+    names = dict.fromkeys(name for step in steps for name in step)
+    return {STAGE_NAMES.get(name, name): statistics.median(step.get(name, 0.0) for step in steps) for name in names}
 
 
 def turns(runs: Sequence[Run]) -> list[Turn]:

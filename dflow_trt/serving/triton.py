@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import json
 import os
 import queue
@@ -98,6 +99,12 @@ def _end_with_server() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, args=(os.getppid(),), name="server", daemon=True).start()
+
+
+def _unloads_models(server: int) -> bool:
+    """By its command line: to ask a server (2.51) that does not for it kills whoever asks."""
+    words = Path("/proc", str(server), "cmdline").read_text().replace("=", "\0").split("\0")
+    return ("--model-control-mode", "explicit") in itertools.pairwise(words)
 
 
 def _version_folder(args: Mapping[str, str]) -> Path:
@@ -429,9 +436,9 @@ class DflowModel:
     def _die(self, reason: str) -> None:
         """Make readiness false: leave the server, or where it does not unload models, end it."""
         self._link.close()
-        try:
+        if _unloads_models(os.getppid()):
             pb_utils.unload_model(self._name)
-        except pb_utils.TritonModelException:
+        else:
             pb_utils.Logger.log_error(f"{reason}; this server does not unload models, so it ends")
             os.kill(os.getppid(), signal.SIGTERM)
 

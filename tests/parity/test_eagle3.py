@@ -19,9 +19,11 @@ from safetensors.numpy import load_file
 from tiny import edit_tensors, make_drafter, make_eagle3, make_target
 
 from dflow_trt import contract as c
+from dflow_trt.api import LLM, SamplingParams
 from dflow_trt.build import BuildOptions, DrafterSource, build_bundle
 from dflow_trt.bundle import Bundle
 from dflow_trt.checkpoint.eagle3 import read_eagle3
+from dflow_trt.drafting import eagle3 as drafting
 from dflow_trt.feeds import positions
 from dflow_trt.reference import ReferenceEagle3
 
@@ -272,6 +274,32 @@ def test_the_numpy_forward_equals_the_reference(tmp_path: Path) -> None:
         passed, logits = Eagle3Oracle(pair.draft, 64, embeds).drafts(taps, ids.tolist(), ())
         np.testing.assert_allclose(ours.passed_on(h)[-1:], passed, atol=1e-4)
         np.testing.assert_allclose(ours.logits(h)[-1:], logits, atol=1e-4)
+
+
+def test_the_decoder_drafts_as_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every chain of whole requests, in flight together, behind the tokens that each had then."""
+    make(tmp_path, TOGETHER)
+    pair, proposed, propose = build(tmp_path, max_batch_size=2), [], drafting.Drafting.propose
+
+    def recorded(self: Any, slots: range, rows: Any, wanted: Sequence[int]) -> Any:
+        found = propose(self, slots, rows, wanted)
+        proposed.extend((list(slot.tokens), ids) for slot, ids in zip(rows, found, strict=True) if ids)
+        return found
+
+    monkeypatch.setattr(drafting.Drafting, "propose", recorded)
+    rng, target = np.random.default_rng(0), TargetOracle(pair.target)
+    prompts = [{"prompt_token_ids": random_tokens(rng, length, 256)} for length in (40, 9, 23)]
+    params = SamplingParams(max_tokens=14, temperature=0.0, ignore_eos=True)
+    plain, drafted = (LLM(pair.bundle.path).generate(prompts, params, strategy=name) for name in ("ar", "draft"))
+    assert [each.outputs[0].token_ids for each in plain] == [each.outputs[0].token_ids for each in drafted]
+    table = load_file(pair.target / "model.safetensors")["model.embed_tokens.weight"]
+    oracle = Eagle3Oracle(pair.draft, 64, table)
+    for tokens, ids in proposed:
+        states = target(tokens)[1]
+        taps = np.concatenate([states[tap + 1] for tap in TAPS], axis=-1)[:-1]
+        _, logits_KV = oracle.drafts(taps, tokens[1:], ids[:-1])
+        np.testing.assert_array_equal(ids, oracle.target_ids[logits_KV.argmax(-1)])
+    assert sum(len(ids) for _, ids in proposed) > 60
 
 
 def test_what_stale_cache_rows_hold_changes_no_draft(tmp_path: Path) -> None:

@@ -139,6 +139,34 @@ def test_a_drafter_folder_may_have_an_equals_sign_in_its_name(dflow: Run, models
     assert list(open_bundle(output).drafters) == ["dflow"]
 
 
+def test_a_folder_called_ngram_is_one_where_it_has_a_place(
+    dflow: Run, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(models / "flow", tmp_path / "ngram")
+    monkeypatch.chdir(tmp_path)
+    base = ["build", "--target", models / "target", "--output", "b", "--self-check", "off", "--force"]
+    for text, kinds in (
+        ("ngram", {"ngram": "ngram"}),
+        ("ngram:drafts=3", {"ngram": "ngram"}),
+        ("mine=ngram", {"mine": "ngram"}),
+        ("./ngram", {"dflow": "dflash"}),
+        ("mine=ngram/", {"mine": "dflash"}),
+        (tmp_path / "ngram", {"dflow": "dflash"}),
+    ):
+        assert dflow(*base, "--drafter", text).code == 0
+        assert {name: entry.spec.kind for name, entry in open_bundle("b").drafters.items()} == kinds, text
+
+
+def test_a_folder_whose_name_looks_like_settings_is_a_folder(dflow: Run, models: Path, tmp_path: Path) -> None:
+    shutil.copytree(models / "target", tmp_path / "a:drafts=2")
+    base = ["build", "--target", models / "target", "--output", tmp_path / "b", "--self-check", "off", "--force"]
+    for text, drafts in (("", 4), (":drafts=9", 9)):
+        for prefix, name in (("", "draft-model"), ("mine=", "mine")):
+            assert dflow(*base, "--drafter", f"{prefix}{tmp_path / 'a:drafts=2'}{text}").code == 0
+            [spec] = open_bundle(tmp_path / "b").specs
+            assert (spec.name, spec.num_drafts) == (name, drafts)
+
+
 @pytest.mark.parametrize(
     ("flags", "parts"),
     [
@@ -157,12 +185,24 @@ def test_a_drafter_folder_may_have_an_equals_sign_in_its_name(dflow: Run, models
         (["--drafter", "FLOW"], ["two drafters are called 'dflow'"]),
         (["--drafter", "a/../b=FLOW"], ["a/../b"]),
         (["--drafter", "/nonexistent"], ["/nonexistent"]),
+        (["--drafter", "/nonexistent:drafts=3"], ["/nonexistent: config.json is missing"]),
+        (["--drafter", "FLOW:drafts=3"], ["flow:drafts=..: this drafter has no settings; leave drafts out"]),
+        (["--drafter", "TARGET:drafts=32"], ["target:drafts=32; allowed: 1 to 31"]),
+        (["--drafter", "TARGET:length=3"], ["target:length=3; allowed settings: drafts"]),
+        (["--drafter", "ngram:min"], ["'ngram:min' is no folder, and 'min' behind its colon no settings"]),
+        (["--drafter", "ngram:min=2;max=3"], ["'min=2;max=3' behind its colon no settings; allowed: KEY=NUMBER,.."]),
+        (["--drafter", "x=ngram:drafts=-1"], ["'drafts=-1' behind its colon no settings"]),
+        (["--drafter", "ngram:min=2,drafts=4,min=3"], ["'ngram:min=2,drafts=4,min=3' sets min twice; allowed: once"]),
+        (["--drafter", "ngram:min=3,max=2"], ["ngram:min=3,max=2; allowed: min up to max"]),
+        (["--drafter", "ngram", "--drafter", "ngram:min=1"], ["two drafters are called 'ngram'"]),
+        (["--drafter", "ar=ngram"], ["drafter name is 'ar'"]),
+        (["--drafter", "=ngram:min=1"], ["'=ngram:min=1' has no name"]),
         (["--target", "/nonexistent"], ["/nonexistent", "config.json"]),
         (["--target", "FLOW"], ["architectures"]),
     ],
 )
 def test_build_refuses_by_name(dflow: Run, models: Path, tmp_path: Path, flags: list[str], parts: list[str]) -> None:
-    flags = [flag.replace("FLOW", str(models / "flow")) for flag in flags]
+    flags = [flag.replace("FLOW", str(models / "flow")).replace("TARGET", str(models / "target")) for flag in flags]
     base = ["--target", models / "target", "--drafter", models / "flow", "--output", tmp_path / "b"]
     refused(dflow("build", *base, *flags), *parts)
     assert not list(tmp_path.iterdir())
@@ -245,6 +285,39 @@ def test_inspect_names_convolutions_and_a_selector(dflow: Run, models: Path, tmp
     assert "strategies: ar, dflash2" in dflow("build", "--target", models / "target", *flags).stdout
     parts = "convolutions over 3 rows (groups of 16), selector among 6 (rank 12)"
     assert f"block 8, taps 0, 1, no relay, {parts}" in dflow("inspect", tmp_path / "bundle").stdout
+
+
+def test_draft_models_and_lookup_are_shown_and_run(dflow: Run, models: Path, tmp_path: Path) -> None:
+    config = {"hidden_size": 32, "num_hidden_layers": 1, "tied": True, "max_position_embeddings": 4096}
+    make_target(tmp_path / "small", tokenizer=250, **config)
+    drafters = ["--drafter", f"small={tmp_path / 'small'}:drafts=3", "--drafter", "ngram:min=1,drafts=6"]
+    flags = [*drafters, "--output", tmp_path / "bundle"]
+    built = dflow("build", "--target", models / "target", *flags).stdout
+    assert "strategies: ar, small, ngram" in built
+    shown = dflow("inspect", tmp_path / "bundle").stdout
+    for part in (
+        "small: draft model of 1 layers, hidden 32, 4/2 heads of 32, vocabulary 256, 3 drafts",
+        "ngram: prompt lookup of the last 1 to 4 tokens, 6 drafts",
+        "small.drafter",
+        "small.vocab.data",
+        "fingerprint none",
+    ):
+        assert part in shown
+    data = dflow("inspect", tmp_path / "bundle", "--json").json
+    kinds = {name: (entry["kind"], entry["spec"]["drafts"]) for name, entry in data["drafters"].items()}
+    assert kinds == {"small": ("draft-model", 3), "ngram": ("ngram", 6)}
+    assert data["engines"].keys() == {"target", "small.drafter"}
+    assert data["strategies"] == ["ar", "small", "ngram"]
+    given = ["generate", tmp_path / "bundle", "-p", PROMPT, "--json", "--compare-ar", *SHORT]
+    runs = dflow(*given, "--strategy", "ngram", "--strategy", "small").json["runs"]
+    assert [(run["strategy"], run["same_as_ar"]) for run in runs] == [("ar", None), ("ngram", 1), ("small", 1)]
+    assert dflow(*given).json["runs"][1]["strategy"] == "small", "the model is the better guess"
+    refused(dflow(*given, "--strategy", "lookup"), "no 'lookup'; it offers ar, small, ngram")
+    planned = ["plan", models / "target", f"small={tmp_path / 'small'}:drafts=3", "ngram:min=1,drafts=6"]
+    plan = dflow(*planned, "--backend", "onnxruntime", "--json").json
+    for part in ("target_cache", "drafter_cache", "relay_state", "outputs", "workspace"):
+        assert plan["memory"][part] == data["memory"][part], part
+    refused(dflow(*planned, "ngram:max=0"), "ngram:max=0; allowed: 1 to 16")
 
 
 def test_inspect_json_is_the_manifest_and_more(dflow: Run, bundle: Path) -> None:

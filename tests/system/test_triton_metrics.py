@@ -248,8 +248,8 @@ def test_gauges_of_what_there_is(server: TritonServer) -> None:
     }
 
 
-def test_a_dead_model_shows_in_the_heartbeat(server: TritonServer) -> None:
-    """The last test of this file: afterwards the server has no model."""
+def test_a_model_that_hangs_shows_in_the_heartbeat(server: TritonServer) -> None:
+    """The last test of this file: afterwards the server has no model, and ends."""
     url = f"http://{server.metrics_address}/metrics"
     arguments = ["--metrics-url", url, "--max-age", "6"]
     time.sleep(7)  # idle for longer than a heartbeat may be old
@@ -259,8 +259,11 @@ def test_a_dead_model_shows_in_the_heartbeat(server: TritonServer) -> None:
         for process in psutil.Process(server.pid).children(recursive=True)
         if any("/dflow/" in part for part in process.cmdline())
     ]
-    os.kill(stub.pid, signal.SIGKILL)
+    os.kill(stub.pid, signal.SIGSTOP)
     end = time.monotonic() + PATIENCE
     while probe(arguments) == 0:
         assert time.monotonic() < end
         time.sleep(0.2)
+    assert server.is_ready("dflow"), "so Triton says"
+    stub.kill()
+    assert psutil.wait_procs([psutil.Process(server.pid)], PATIENCE)[1] == []

@@ -142,7 +142,7 @@ def test_a_folder_without_manifest(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"not json", b"[]", b"null", b"3", b"{}", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"format_version": 2}'],
+    [b"", b"not json", b"[]", b"null", b"3", b"{}", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"format_version": 3}'],
     ids=["empty", "text", "list", "null", "number", "no version", "string", "not utf-8", "deep", "no fields"],
 )
 def test_a_manifest_that_is_no_manifest(bundle: Path, content: bytes) -> None:
@@ -150,10 +150,10 @@ def test_a_manifest_that_is_no_manifest(bundle: Path, content: bytes) -> None:
     assert "dflow.json" in refusal(bundle)
 
 
-@pytest.mark.parametrize("version", [0, 1, 3, "2", None])
+@pytest.mark.parametrize("version", [0, 1, 2, 4, "3", None])
 def test_another_format_version(bundle: Path, version: Any) -> None:
     edit(bundle, lambda data: data.update(format_version=version))
-    assert f"format_version {version!r}, this version reads 2; build the bundle again" in refusal(bundle)
+    assert f"format_version {version!r}, this version reads 3; build the bundle again" in refusal(bundle)
 
 
 def test_a_bundle_of_the_format_before_causal_heads(bundle: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_bundle_of_the_format_before_causal_heads(bundle: Path) -> None:
             del entry["spec"]["head"]
 
     edit(bundle, older)
-    assert "format_version 1, this version reads 2; build the bundle again" in refusal(bundle)
+    assert "format_version 1, this version reads 3; build the bundle again" in refusal(bundle)
 
 
 def test_a_causal_head_is_in_the_manifest_and_sealed(made: Path, tmp_path: Path) -> None:

@@ -127,6 +127,21 @@ def test_steps_say_what_they_did() -> None:
     for step in run.steps:
         assert step.decodes_alone == ("prefill" not in step.milliseconds and step.rounds > 0)
         assert ("sampling" in step.milliseconds) == (step.tokens > 0)
+        assert step.cpu == 2 * (step.end - step.start)
+
+
+def test_a_request_can_be_left_after_some_rounds() -> None:
+    """All of them are full ones, however many tokens are asked for, and the next request takes the place."""
+    bench = Bench.make("wrong")
+    driver = LocalDriver(bench.bundle, TimedRuntime(bench.bundle, bench.clock, "wrong"), 2, bench.clock, rounds=3)
+    point = DRAFTED.model_copy(update={"concurrency": 2})
+    requests = [asked(i, max_tokens=60) for i in range(3)]
+    run = driver.run(point, requests)
+    assert [[tick.drafted for tick in trace.rounds] for trace in run.traces] == [[7, 7, 7]] * 3
+    for trace in run.traces:
+        assert trace.token_ids == list(bench.expected(trace.asked, "ar").tokens)[: len(trace.token_ids)]
+    assert sum(step.rounds for step in run.steps) == 9
+    assert [trace.token_ids for trace in driver.run(point, requests).traces] == [t.token_ids for t in run.traces]
 
 
 # -- loops -------------------------------------------------------------------------------------------------------------

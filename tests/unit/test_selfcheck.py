@@ -20,7 +20,7 @@ from dflow_trt import build, contract, rope, selfcheck
 from dflow_trt.build import BuildOptions, DrafterSource, build_bundle
 from dflow_trt.bundle import Bundle
 from dflow_trt.errors import UserError
-from dflow_trt.graphs import blocks, context, domino, drafter, relay, store, target
+from dflow_trt.graphs import blocks, context, dflash, domino, drafter, relay, store, target
 from dflow_trt.graphs.builder import GraphBuilder
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
@@ -255,8 +255,8 @@ def other_halves(patch: Patch) -> None:
 
 def other_taps(patch: Patch) -> None:
     """The packed taps are read in the wrong order."""
-    original = context._own_columns
-    patch.setattr(context, "_own_columns", lambda g, d, taps: original(g, d, list(reversed(taps))))
+    original = context.own_columns
+    patch.setattr(context, "own_columns", lambda g, d, taps: original(g, d, list(reversed(taps))))
 
 
 def other_extract(patch: Patch) -> None:
@@ -339,12 +339,12 @@ def other_parts(patch: Patch) -> None:
 
 def no_prefix(patch: Patch) -> None:
     """The first draft is corrected too."""
-    original = build.build_drafter
+    original = dflash.build_drafter
 
     def faulty(g: Any, spec: Any, vocabulary: Any) -> None:
         original(g, dataclasses.replace(spec, head=dataclasses.replace(spec.head, prefix_length=0)), vocabulary)
 
-    patch.setattr(build, "build_drafter", faulty)
+    patch.setattr(dflash, "build_drafter", faulty)
 
 
 def other_slots(patch: Patch) -> None:
@@ -392,15 +392,15 @@ def only_in(engine: str, fault: Fault) -> Fault:
     """The fault, while that one engine is built."""
 
     def limited(patch: Patch) -> None:
-        name = f"build_{engine}"
-        original = getattr(build, name)
+        name, place = f"build_{engine}", build if engine == "target" else dflash
+        original = getattr(place, name)
 
         def faulty(*arguments: Any) -> None:
             with pytest.MonkeyPatch.context() as inner:
                 fault(inner)
                 original(*arguments)
 
-        patch.setattr(build, name, faulty)
+        patch.setattr(place, name, faulty)
 
     return limited
 
