@@ -1,29 +1,21 @@
-"""OpenVINO GenAI's DFlash, one command a line: runs inside the peers' own environment, never imports dflow_trt.
-
-Reads JSON lines from stdin and answers each with one JSON line on stdout: ``export`` (a Hugging Face folder to
-OpenVINO's form, by optimum-intel, int8 by NNCF), ``open`` (a pipeline), ``start`` (a request; runs its prefill),
-``step`` (so many rounds, timed one by one).
-"""
+"""OpenVINO GenAI's plain decoding and DFlash, as :mod:`bench_worker` runs it."""
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import sys
-import time
-from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from bench_worker import Steps, serve, versions
+
 PIPELINES: dict[str, Any] = {}
-HANDLES: dict[str, Any] = {}
 MODEL = "openvino_model.xml"
+LONG = 2000  # tokens: more than the rounds that are asked for give
 
 
-def export(source: str, output: str, int8_output: str) -> dict[str, Any]:
-    """Write ``source`` (a Qwen3 target or a DFlash drafter) in float32, and once more with int8 weights."""
+def export(source: str, output: str) -> dict[str, Any]:
+    """Write ``source`` (a Qwen3 target or a DFlash drafter) as ``output``-fp32, and as ``output``-int8 with int8 weights
+    by NNCF."""
     from optimum.exporters.openvino import export_from_model
     from optimum.exporters.openvino.model_patcher import Qwen3DFlashForCausalLM
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -37,8 +29,8 @@ def export(source: str, output: str, int8_output: str) -> dict[str, Any]:
         config.tie_word_embeddings = False  # it has neither table: both are the target's
     loader = Drafter if is_drafter else AutoModelForCausalLM
     model = loader.from_pretrained(source, config=config, dtype="float32").eval()
-    export_from_model(model, output, task="text-generation-with-past", stateful=True)
-    _compress(Path(output), Path(int8_output))
+    export_from_model(model, f"{output}-fp32", task="text-generation-with-past", stateful=True)
+    _compress(Path(f"{output}-fp32"), Path(f"{output}-int8"))
     return {}
 
 
@@ -70,59 +62,32 @@ def open_pipeline(name: str, target: str, drafter: str | None, threads: int) -> 
     scheduler.max_num_batched_tokens = 4096
     drafting = {"draft_model": genai.draft_model(drafter, "CPU", **options)} if drafter else {}
     PIPELINES[name] = genai.ContinuousBatchingPipeline(target, scheduler, "CPU", {**options, **drafting})
-    return {"versions": {package: version(package) for package in ("openvino", "openvino-genai", "optimum-intel")}}
+    return versions("openvino", "openvino-genai", "optimum-intel")
 
 
-def start(name: str, prompt: list[int], max_tokens: int, num_drafts: int) -> dict[str, Any]:
-    """Submit a request and run its prefill."""
+def generate(name: str, prompt: list[int], rounds: int, num_drafts: int) -> dict[str, Any]:
+    """The prefill and so many rounds of a request; then it is left."""
     import numpy as np
     import openvino
     import openvino_genai as genai
 
     config = genai.GenerationConfig()
-    config.max_new_tokens = max_tokens
-    config.ignore_eos = True
+    config.max_new_tokens, config.ignore_eos = LONG, True
     if num_drafts:
         config.num_assistant_tokens = num_drafts
-    ids = openvino.Tensor(np.array([prompt], np.int64))
-    HANDLES[name] = PIPELINES[name].add_request(0, ids, config)
-    return step(name, 1)
-
-
-def step(name: str, count: int) -> dict[str, Any]:
-    """So many rounds: seconds of each, and the tokens that they gave."""
-    pipeline, handle = PIPELINES[name], HANDLES[name]
-    wall, cpu, tokens = [], [], []
-    for _ in range(count):
-        wall_start, cpu_start = time.perf_counter(), time.process_time()
+    pipeline, steps = PIPELINES[name], Steps()
+    handle = pipeline.add_request(0, openvino.Tensor(np.array([prompt], np.int64)), config)
+    for _ in range(rounds + 1):
+        steps.begin()
         pipeline.step()
-        wall.append(time.perf_counter() - wall_start)
-        cpu.append(time.process_time() - cpu_start)
         while handle.can_read():
-            tokens += [token for output in handle.read().values() for token in output.generated_ids]
-    return {"wall": wall, "cpu": cpu, "tokens": tokens}
-
-
-COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
-    "export": export,
-    "open": open_pipeline,
-    "start": start,
-    "step": step,
-}
-
-
-def main() -> None:
-    """Answer until stdin ends. What libraries print goes to stderr: stdout is the protocol's."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        asked = json.loads(line)
-        try:
-            answer = COMMANDS[asked.pop("op")](**asked)
-        except Exception as error:  # the other side decides what a failure means
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
+            steps.add(*(token for output in handle.read().values() for token in output.generated_ids))
+    found = steps.answer()
+    handle.cancel()
+    while pipeline.has_non_finished_requests():
+        pipeline.step()
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    serve({"export": export, "open": open_pipeline, "generate": generate})

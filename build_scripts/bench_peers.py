@@ -1,61 +1,93 @@
-"""The peers' side seen from ours: their environment, their worker process, their models."""
+"""The peers' side seen from ours: their environment, their worker processes, and these as contenders."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-WORKER = Path(__file__).with_name("bench_openvino.py")
-REQUIREMENTS = ("openvino-genai==2026.4.1.0", "optimum-intel==2.2.0")
-FORMS = ("fp32", "int8")
+from dflow_trt.profiling.measure import PREFILL, Asked, Run, Step, Tick, Trace
+from dflow_trt.profiling.record import Point
+
+
+@dataclass(frozen=True)
+class Package:
+    """What a peer is installed from. module: that it can be imported says that it is there."""
+
+    name: str
+    module: str
+    requirements: tuple[str, ...]
+    worker: Path
+
+
+def _package(name: str, module: str, worker: str, *requirements: str) -> Package:
+    return Package(name, module, requirements, Path(__file__).with_name(worker))
+
+
+OPENVINO = _package(
+    "OpenVINO GenAI", "openvino_genai", "bench_openvino.py", "openvino-genai==2026.4.1.0", "optimum-intel==2.2.0"
+)
+LLAMA = _package("llama.cpp", "llama_cpp", "bench_llama.py", "llama-cpp-python==0.3.36", "gguf", "safetensors")
 
 
 class PeerError(Exception):
-    """A peer could not be set up or does not run; its own words."""
+    """A peer does not run; its own words."""
+
+
+# -- their environment -------------------------------------------------------------------------------------------------
 
 
 def make_environment(folder: Path) -> None:
-    """A virtual environment with the peers, if it is not there. Some GB, most of them torch."""
+    """A virtual environment with the peers, as far as they install: some GB, most of them torch; llama.cpp is compiled
+    where there is no wheel of it, for minutes. What does not install is said in a line."""
     python = folder / "bin" / "python"
     if not python.exists():
-        _run([sys.executable, "-m", "venv", str(folder)])
+        _install([sys.executable, "-m", "venv", str(folder)])
         (folder / ".gitignore").write_text("*\n")
-    if _works(python, "import openvino_genai, optimum.exporters.openvino"):
-        return
-    _run([str(python), "-m", "pip", "install", "--quiet", *REQUIREMENTS])
-    if not _works(python, "import torchvision"):  # of no use for text, but transformers fails if it is broken
-        _run([str(python), "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision"])
+    for package in (OPENVINO, LLAMA):
+        failure = None if has_package(folder, package) else _install(_pip(python, "install", *package.requirements))
+        if failure:
+            print(f"{package.name} does not install: {failure}")
+    if has_package(folder, OPENVINO) and not _works(python, "import torchvision"):
+        _install(_pip(python, "uninstall", "--yes", "torchvision"))  # of no use for text; transformers fails on a broken one
 
 
-def has_environment(folder: Path) -> bool:
-    """Whether the peers can be run from there."""
-    return _works(folder / "bin" / "python", "import openvino_genai")
+def has_package(folder: Path, package: Package) -> bool:
+    """Whether the peer can be run from there."""
+    return _works(folder / "bin" / "python", f"import {package.module}")
 
 
 def _works(python: Path, statement: str) -> bool:
     return python.exists() and subprocess.run([python, "-c", statement], capture_output=True).returncode == 0
 
 
-def _run(command: list[str]) -> None:
+def _pip(python: Path, *arguments: str) -> list[str]:
+    return [str(python), "-m", "pip", "--quiet", *arguments]
+
+
+def _install(command: list[str]) -> str | None:
+    """None, or the last line of what went wrong."""
     done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise PeerError(f"{' '.join(command)}: {done.stderr.strip()[-500:]}")
+    return (done.stderr.strip().splitlines() or ["no reason given"])[-1] if done.returncode else None
 
 
-class OpenVino:
-    """The worker process; use it as a context manager."""
+# -- their processes ---------------------------------------------------------------------------------------------------
 
-    def __init__(self, environment: Path, threads: int, log: Path) -> None:
-        self._threads = threads
+
+class Worker:
+    """One peer's process, with ``threads`` threads; use it as a context manager."""
+
+    def __init__(self, package: Package, environment: Path, threads: int, log: Path) -> None:
+        self.threads = threads
         self._log: IO[bytes] = log.open("wb")
         self._process = subprocess.Popen(
-            [environment / "bin" / "python", WORKER],
+            [environment / "bin" / "python", package.worker],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -64,7 +96,7 @@ class OpenVino:
         )
         self.versions: dict[str, str] = {}
 
-    def __enter__(self) -> OpenVino:
+    def __enter__(self) -> Worker:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -85,19 +117,49 @@ class OpenVino:
             raise PeerError(f"{op}: {answer['error']} (log: {self._log.name})")
         return answer
 
-    def export(self, folders: Mapping[str, Path], output: Path) -> None:
-        """Every folder as output/<name>-fp32 and output/<name>-int8, unless they are there from an earlier run."""
-        for name, folder in folders.items():
-            float_folder, int8_folder = (output / f"{name}-{form}" for form in FORMS)
-            if (int8_folder / "config.json").is_file():
-                continue
-            for stale in (float_folder, int8_folder):
-                shutil.rmtree(stale, ignore_errors=True)
-            self.ask("export", source=str(folder), output=str(float_folder), int8_output=str(int8_folder))
+    def open(self, name: str, **arguments: Any) -> None:
+        """A model under that name."""
+        self.versions |= self.ask("open", name=name, threads=self.threads, **arguments)["versions"]
 
-    def open(self, name: str, target: Path, drafter: Path | None) -> None:
-        """A pipeline under that name."""
-        drafting = str(drafter) if drafter else None
-        self.versions = self.ask("open", name=name, target=str(target), drafter=drafting, threads=self._threads)[
-            "versions"
-        ]
+
+@dataclass(frozen=True)
+class Peer:
+    """A model of a worker as a driver of turns, one request at a time. options: of its ``generate``, beside those that
+    :meth:`_options` takes from a request."""
+
+    worker: Worker
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def run(self, point: Point, asked: Sequence[Asked], offsets: Sequence[float] | None = None) -> Run:
+        """See :class:`dflow_trt.profiling.session.Driver`."""
+        start, traces, steps, cpu = time.perf_counter(), list[Trace](), list[Step](), 0.0
+        for each in asked:
+            traces.append(Trace(each, time.perf_counter()))
+            found = self.worker.ask("generate", name=self.name, prompt=each.prompt_ids, **self._options(each))["steps"]
+            _record(traces[-1], steps, found)
+            cpu += sum(spent for _, spent, _ in found)
+        return Run(point, start, time.perf_counter(), cpu, tuple(traces), tuple(steps))
+
+    def _options(self, asked: Asked) -> dict[str, Any]:
+        return self.options
+
+
+class LlamaPeer(Peer):
+    """llama.cpp ends a request by its tokens too."""
+
+    def _options(self, asked: Asked) -> dict[str, Any]:
+        params = asked.params
+        return {"max_tokens": params.max_tokens, "stop_ids": [], **self.options}
+
+
+def _record(trace: Trace, steps: list[Step], found: Sequence[tuple[float, float, list[int]]]) -> None:
+    """Its own clock's steps, one behind the other."""
+    now = trace.arrival
+    for i, (wall, cpu, tokens) in enumerate(found):
+        stages = {} if i else {PREFILL: 1e3 * wall}
+        steps.append(Step(now, now + wall, int(i > 0), len(tokens), stages, cpu))
+        now += wall
+        trace.ticks.append(Tick(now, len(tokens), None if i else 0, max(0, len(tokens) - 1), i > 0))
+        trace.token_ids += tokens
+    trace.finish_reason = "length"

@@ -15,16 +15,20 @@ from tiny import make_drafter, make_target
 
 from dflow_trt.build import BuildOptions, DrafterSource, build_bundle
 from dflow_trt.bundle import Bundle, open_bundle
+from dflow_trt.checkpoint.target import read_target
 from dflow_trt.errors import UserError
 from dflow_trt.memory import plan_memory, show_bytes
-from dflow_trt.spec import DominoSpec
+from dflow_trt.spec import DominoSpec, DraftModelSpec, NgramSpec
 
 Data = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders: bundle, one of another target, of other limits, of other drafters beside it, and of Domino's: causal."""
+    """Folders: bundle, one of another target, of other limits, of other drafters beside it, and of Domino's: causal.
+
+    kinds: a draft model, and lookup.
+    """
     folder = tmp_path_factory.mktemp("bundles")
     config = make_target(folder / "target", tokenizer=250, num_hidden_layers=4)
     make_drafter(folder / "flow", config, relay=True)
@@ -42,6 +46,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make("fewer", "target", ("flow",))
     make("bare", "target", ())
     make("causal", "target", ("turn",))
+    make_target(folder / "small", tokenizer=250, hidden_size=32, num_hidden_layers=1, tied=True)
+    kinds = [DrafterSource(folder / "small", "small", {"drafts": 3}), DrafterSource(Path("ngram"), None, {"min": 1})]
+    build_bundle(folder / "target", kinds, folder / "kinds", BuildOptions(), self_check="off")
     return folder
 
 
@@ -50,11 +57,14 @@ def bundle(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made / "bundle", tmp_path / "bundle"))
 
 
+def manifest(path: Path) -> Data:
+    return dict(json.loads((path / "dflow.json").read_text()))
+
+
 def edit(path: Path, change: Callable[[Data], Any]) -> None:
-    manifest = path / "dflow.json"
-    data = json.loads(manifest.read_text())
+    data = manifest(path)
     change(data)
-    manifest.write_text(json.dumps(data))
+    (path / "dflow.json").write_text(json.dumps(data))
 
 
 def refusal(path: Path, verify: bool = True) -> str:
@@ -177,6 +187,76 @@ def test_a_causal_head_is_in_the_manifest_and_sealed(made: Path, tmp_path: Path)
     assert "drafters.domino.spec.head has another type" in refusal(path)
     edit(path, lambda data: data["drafters"]["domino"]["spec"]["head"].pop("rank"))
     assert "rank" in refusal(path)
+
+
+def test_draft_models_and_lookup_open_as_they_were_built(made: Path) -> None:
+    bundle, model = open_bundle(made / "kinds"), read_target(made / "small")
+    small, lookup = bundle.drafters["small"], bundle.drafters["ngram"]
+    assert small.spec == DraftModelSpec("small", None, model.spec, 3)
+    assert (small.fingerprint, small.target_fingerprint) == (model.fingerprint, bundle.target_fingerprint)
+    assert lookup.spec == NgramSpec("ngram", None, 1, 4, 8)
+    assert (bundle.taps, bundle.verify_rows, list(bundle.strategies)) == ((), 9, ["ar", "small", "ngram"])
+    assert bundle.default_strategy == "small"
+    assert [(name, engine.engine) for name, engine in bundle.contracts()] == [(None, "target"), ("small", "drafter")]
+    assert {name for name in bundle.files if name.startswith(("small", "ngram"))} == {
+        "small.drafter.onnx",
+        "small.drafter.data",
+        "small.vocab.data",
+    }
+    assert {name: data["kind"] for name, data in manifest(bundle.path)["drafters"].items()} == {
+        "small": "draft-model",
+        "ngram": "ngram",
+    }
+
+
+KIND_FAULTS: dict[str, tuple[Callable[[Data], Any], str]] = {
+    "a kind of a later version": (
+        lambda drafters: drafters["ngram"].update(kind="tree"),
+        "a drafter of kind 'tree'; this version knows dflash, eagle3, draft-model, ngram",
+    ),
+    "no kind": (lambda drafters: drafters["ngram"].pop("kind"), "no field 'kind'"),
+    "a kind that is no name": (lambda drafters: drafters["ngram"].update(kind=["ngram"]), "malformed"),
+    "another kind": (lambda drafters: drafters["ngram"].update(kind="draft-model"), "malformed (no field 'model')"),
+    "another kind still": (lambda drafters: drafters["small"].update(kind="ngram"), "malformed ("),
+    "more drafts": (lambda drafters: drafters["small"]["spec"].update(drafts=4), "was built for other limits"),
+    "a longer match": (lambda drafters: drafters["ngram"]["spec"].update(max_match=5), "was built for other limits"),
+    "drafts as text": (lambda drafters: drafters["small"]["spec"].update(drafts="3"), "small.spec.drafts has another"),
+    "a match as yes": (lambda drafters: drafters["ngram"]["spec"].update(min_match=True), "min_match has another type"),
+    "another head": (
+        lambda drafters: drafters["small"]["spec"]["model"].update(tied_head=False),
+        "was built for other limits",
+    ),
+    "layers as text": (
+        lambda drafters: drafters["small"]["spec"]["model"]["stack"].update(num_layers="1"),
+        "drafters.small.spec.model.stack.num_layers has another type",
+    ),
+    "no vocabulary": (lambda drafters: drafters["small"]["spec"]["model"].pop("vocab_size"), "vocab_size"),
+    "a surprise": (lambda drafters: drafters["small"]["spec"]["model"].update(surprise=1), "surprise"),
+    "a setting of later versions": (lambda drafters: drafters["ngram"]["spec"].update(surprise=1), "surprise"),
+}
+
+
+@pytest.mark.parametrize("case", KIND_FAULTS)
+def test_an_edited_draft_model_or_lookup(made: Path, tmp_path: Path, case: str) -> None:
+    path, (change, message) = Path(shutil.copytree(made / "kinds", tmp_path / "bundle")), KIND_FAULTS[case]
+    edit(path, lambda data: change(data["drafters"]))
+    assert message in refusal(path)
+
+
+@pytest.mark.parametrize("name", ["small.drafter.onnx", "small.drafter.data", "small.vocab.data"])
+def test_files_of_a_draft_model_are_checked(made: Path, tmp_path: Path, name: str) -> None:
+    path = Path(shutil.copytree(made / "kinds", tmp_path / "bundle"))
+    content = bytearray((path / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (path / name).write_bytes(content)
+    assert f"{name}: sha256" in refusal(path)
+    (path / name).unlink()
+    assert f"{name}: listed in dflow.json but missing" in refusal(path, verify=False)
+    edit(path, lambda data: data["files"].pop(name))
+    message = refusal(path)
+    assert (
+        f"engine {name} is not listed" if name.endswith(".onnx") else "changed since the bundle was built"
+    ) in message
 
 
 SECTIONS: dict[str, Callable[[Data], Data]] = {

@@ -75,6 +75,14 @@ class _Call:
                 array[(live, *map(slice, feeds[name].shape[1:]))] = feeds[name]
 
 
+@dataclass(frozen=True)
+class _Left:
+    """How a drafter's last call lies in its ``h``: its slots, and the rows of each."""
+
+    window: range
+    rows: int
+
+
 class TrtRuntime:
     """:class:`~dflow_trt.runtime.base.Runtime` on TensorRT. Not thread-safe.
 
@@ -92,7 +100,7 @@ class TrtRuntime:
         self._readers = {
             str(key[1]): contract for key, contract in self._contracts.items() if c.PENDING_H in contract.inputs
         }
-        self._left: dict[str, Padded] = {}  # how a drafter's last call that gave h lies in it
+        self._left: dict[str, _Left] = {}  # by drafter
         self._passed: Padded | None = None  # and the last target call in the logits
         with ExitStack() as owned:
             library = Library(bundle)
@@ -151,20 +159,27 @@ class TrtRuntime:
         for name in fetch:
             self._fetch_wide(call, name)
         stage.done.record(self._stream)
-        if any(spec.name == c.H.name for spec in self._contracts[key].outputs):
-            self._left[str(drafter)] = call.padded
-        elif engine == c.TARGET:
-            self._passed = call.padded
+        self._remember(call)
         if fetch:
             stage.done.wait()
         return [self._fetched(call, name, slots, sizes) for name in fetch]
+
+    def _remember(self, call: _Call) -> None:
+        """How what the call left on the device lies there."""
+        (engine, drafter), contract = call.key, self._contracts[call.key]
+        if engine == c.TARGET:
+            self._passed = call.padded
+        for spec in contract.outputs:
+            if spec.name == c.H.name:
+                rows = shape_of(contract, spec, call.padded.sizes)[1]
+                self._left[str(drafter)] = _Left(call.padded.window, rows)
 
     def keep_pending(self, drafter: str, rows: Mapping[int, int], slots: range) -> None:
         """See :meth:`dflow_trt.runtime.base.Runtime.keep_pending`."""
         left, contract = self._left[drafter], self._readers[drafter]
         row_bytes, slot_bytes = 4 * contract.static["E"], pending_bytes(contract)
         h, pending = (self.buffers[f"{drafter}.{spec.name}"] for spec in (c.H, c.PENDING_H))
-        h_step = left.sizes.get("S", 1) * row_bytes
+        h_step = left.rows * row_bytes
         for run in _adjacent(rows):
             source = Place(h.address + (run.start - left.window.start) * h_step, h_step, len(run))
             target = Place(pending.address + run.start * slot_bytes, slot_bytes, len(run))
