@@ -89,7 +89,7 @@ def train(output: Path, name: str, seed: int) -> None:
         output / "cache",
     )
     command = [sys.executable, "-m", "dflow_trt", "train", "--target", EXAMPLE / "target", *files, "--output", folder]
-    command += [*STAGES.common, *start, *row.flags, *run]
+    command += [*STAGES.common, *STAGES.anchors, *start, *row.flags, *run]
     print(f"{name}, seed {seed}", file=sys.stderr, flush=True)
     subprocess.run([str(part) for part in command], check=True)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dflow_trt.profiling.machine import machine, package_version
+from dflow_trt.profiling.measure import Asked, Run
+from dflow_trt.profiling.record import Point
+from dflow_trt.profiling.session import Driver
 
 REPO = Path(__file__).resolve().parent.parent
 NEAR_TIE = 1e-3  # a first difference is a rounding matter when the top two logits are closer than this
@@ -18,21 +20,6 @@ PACKAGES = ("torch", "transformers", "dflash")  # beside those of every profile
 
 class Disagreement(Exception):
     """Two runs that must emit the same tokens do not."""
-
-
-@dataclass(frozen=True)
-class Spent:
-    """Seconds of one call: on the clock, and on the processor (every thread of this process)."""
-
-    wall: float
-    cpu: float
-
-
-def timed(call: Callable[[], Any]) -> tuple[Any, Spent]:
-    """The result of a call and what it cost."""
-    wall, cpu = time.perf_counter(), time.process_time()
-    result = call()
-    return result, Spent(time.perf_counter() - wall, time.process_time() - cpu)
 
 
 def rotated(names: Sequence[str], turn: int) -> list[str]:
@@ -88,6 +75,38 @@ def top_two_gap(model: Any, tokens: Sequence[int]) -> float:
     with torch.inference_mode():
         top = model(torch.tensor([list(tokens)])).logits[0, -1].float().topk(2).values
     return float(top[0] - top[1])
+
+
+def float_model(folder: Path) -> Any:
+    """A target in transformers, float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+# -- turns -------------------------------------------------------------------------------------------------------------
+
+
+class Contenders:
+    """Ours and the peers as one driver: a point's strategy names the contender."""
+
+    def __init__(self, drivers: Mapping[str, Driver]) -> None:
+        self._drivers = drivers
+
+    def run(self, point: Point, asked: Sequence[Asked], offsets: Sequence[float] | None = None) -> Run:
+        """See :class:`dflow_trt.profiling.session.Driver`."""
+        return self._drivers[point.strategy].run(point, asked, offsets)
+
+
+class Silent:
+    """Nobody watches how far it is."""
+
+    def begin(self, turns: int) -> None: ...
+
+    def turn(self, point: Point) -> None: ...
+
+    def note(self, line: str) -> None: ...
 
 
 # -- what a run ran on -------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""CPU benchmark: our strategies against transformers, the ``dflash`` package and OpenVINO GenAI, in one run.
+"""CPU benchmark: ours against transformers, the ``dflash`` package, OpenVINO GenAI and llama.cpp, in one run.
 
-    python build_scripts/bench_cpu.py                 # everything; OpenVINO if its environment is there
-    python build_scripts/bench_cpu.py --peers         # set the peers' environment up first (some GB)
+    python build_scripts/bench_cpu.py                 # everything; OpenVINO and llama.cpp if their environment is there
+    python build_scripts/bench_cpu.py --peers         # set that up first (some GB, and minutes of compiling)
     python build_scripts/bench_cpu.py --quick --only random --no-peers
 
 Contenders are interleaved, ratios are paired, and every comparison also checks that outputs agree as they must; a
@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from bench_common import REPO, Disagreement, Goal, print_goals, print_settings, settings
-from bench_peers import PeerError, has_environment, make_environment
+from bench_peers import PACKAGES, PeerError, has_package, make_environment
 
 
 def main() -> int:
     """Run what was asked; 1 when outputs disagree."""
     options = _options()
     options.work.mkdir(parents=True, exist_ok=True)
+    peers = _peers(options)
     run = settings(options.threads, quick=options.quick, pair=str(options.pair.name))
     print_settings(run)
     report: dict[str, Any] = {"settings": run}
@@ -31,7 +32,7 @@ def main() -> int:
     try:
         for section in ("example", "random"):
             if options.only in (None, section):
-                figures, wanted = _example(options) if section == "example" else _random(options)
+                figures, wanted = (_example if section == "example" else _random)(options, peers)
                 report[section] = figures
                 goals += wanted
     except Disagreement as error:
@@ -52,19 +53,19 @@ def _options() -> argparse.Namespace:
     add("--threads", type=int, default=1, help="threads of every contender [1]")
     add("--quick", action="store_true", help="few prompts and rounds, to see that it runs")
     add("--only", choices=("example", "random"))
-    add("--peers", action=argparse.BooleanOptionalAction, help="OpenVINO GenAI [if its environment exists]")
-    add("--peers-venv", type=Path, default=REPO / ".peers-venv", help="its environment, made by --peers")
+    add("--peers", action=argparse.BooleanOptionalAction, help="OpenVINO GenAI and llama.cpp [if installed]")
+    add("--peers-venv", type=Path, default=REPO / ".peers-venv", help="their environment, made by --peers")
     add("--pair", type=Path, default=REPO / "dflow_trt" / "example_data", help="folder with target, dflash, dflow")
     add("--work", type=Path, default=REPO / "build" / "bench", help="folder for bundles and converted models")
     add("--prompts", type=int, help="prompts of the example part [24, quick 8]")
     add("--max-tokens", type=int, help="tokens a prompt [96, quick 32]")
     add("--repetitions", type=int, help="of the example part [5, quick 2]")
-    add("--cycles", type=int, help="bursts of rounds of the random part [8, quick 2]")
+    add("--cycles", type=int, help="turns of each contender of the random part [8, quick 2]")
     add("--json", type=Path, help="also write the JSON there")
     return parser.parse_args()
 
 
-def _example(options: argparse.Namespace) -> tuple[dict[str, Any], list[Goal]]:
+def _example(options: argparse.Namespace, peers: Path | None) -> tuple[dict[str, Any], list[Goal]]:
     from bench_example import ExampleOptions, run_example
 
     return run_example(
@@ -75,11 +76,12 @@ def _example(options: argparse.Namespace) -> tuple[dict[str, Any], list[Goal]]:
             max_tokens=options.max_tokens or (32 if options.quick else 96),
             repetitions=options.repetitions or (2 if options.quick else 5),
             threads=options.threads,
+            peers=peers,
         )
     )
 
 
-def _random(options: argparse.Namespace) -> tuple[dict[str, Any], list[Goal]]:
+def _random(options: argparse.Namespace, peers: Path | None) -> tuple[dict[str, Any], list[Goal]]:
     from bench_random import RandomOptions, run_random
 
     return run_random(
@@ -87,23 +89,22 @@ def _random(options: argparse.Namespace) -> tuple[dict[str, Any], list[Goal]]:
             work=options.work,
             contexts=() if options.quick else (512, 1536),
             cycles=options.cycles or (2 if options.quick else 8),
-            burst=3 if options.quick else 5,
+            rounds=2 if options.quick else 6,
             threads=options.threads,
-            peers=_peers(options),
+            peers=peers,
         )
     )
 
 
 def _peers(options: argparse.Namespace) -> Path | None:
-    """The peers' environment, made where asked for; None to go without."""
+    """The peers' environment, made where asked for; a line for each that goes without."""
     folder: Path = options.peers_venv
     if options.peers:
         make_environment(folder)
-        return folder
-    if options.peers is None and has_environment(folder):
-        return folder
-    print("\nOpenVINO GenAI: left out (--peers sets its environment up)")
-    return None
+    for package in PACKAGES:
+        if options.peers is False or not has_package(folder, package):
+            print(f"{package.name}: left out (--peers installs it)")
+    return None if options.peers is False else folder
 
 
 if __name__ == "__main__":

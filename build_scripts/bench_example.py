@@ -1,4 +1,4 @@
-"""The example pair, end to end: our strategies against transformers' generate and the ``dflash`` package.
+"""The example pair, end to end: our strategies against transformers' generate, the ``dflash`` package and llama.cpp.
 
 A profile (:mod:`dflow_trt.profiling`) in which the peers take turns with our strategies: greedy, the same prompts and
 max_tokens, whole generations from token ids to token ids.
@@ -9,11 +9,21 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench_common import Goal, check_equal, check_near_ties, print_table
+from bench_common import (
+    Contenders,
+    Goal,
+    Silent,
+    check_equal,
+    check_near_ties,
+    float_model,
+    print_table,
+)
+from bench_peers import LLAMA, LOOKUP, Peer, open_llama, open_worker
 
 from dflow_trt.build import BuildOptions, DrafterSource, build_bundle
 from dflow_trt.bundle import Bundle
@@ -22,14 +32,15 @@ from dflow_trt.profiling import metrics
 from dflow_trt.profiling.measure import Asked, LocalDriver, Run, Tick, Trace
 from dflow_trt.profiling.points import Family, Options
 from dflow_trt.profiling.record import Interval, Point, PointResult
-from dflow_trt.profiling.run import encode, tokenizer_of
-from dflow_trt.profiling.session import Session
-from dflow_trt.profiling.workload import Vocabulary, Workload, random_workload, read_workload, takes_chats
+from dflow_trt.profiling.run import encode, tokenizer_of, vocabulary_of
+from dflow_trt.profiling.session import Driver, Session
+from dflow_trt.profiling.workload import Workload, random_workload, read_workload, takes_chats
 from dflow_trt.runtime.ort import OrtRuntime
 from dflow_trt.spec import AUTOREGRESSIVE
 
 BATCHES = (1, 8)
-TRANSFORMERS, PACKAGE = "transformers", "dflash package"
+TRANSFORMERS, PACKAGE, LLAMA_PLAIN, LLAMA_LOOKUP = "transformers", "dflash package", "llama.cpp", "llama.cpp lookup"
+PEERS = (TRANSFORMERS, PACKAGE, LLAMA_PLAIN, LLAMA_LOOKUP)
 RANDOM_LENGTHS = (16, 48)  # of prompts, for a pair without any
 Answers = list[tuple[list[int], list[int]]]
 """Token ids of each prompt, and the tokens of each of its rounds where there are rounds."""
@@ -45,39 +56,32 @@ class ExampleOptions:
     max_tokens: int
     repetitions: int
     threads: int
+    peers: Path | None
 
 
 def run_example(options: ExampleOptions) -> tuple[dict[str, Any], list[Goal]]:
-    """Measure and print; figures and goals come back. Raises Disagreement."""
-    bundle = _build(options)
-    runtime = OrtRuntime(bundle, options.threads, max(BATCHES))
-    peers = _Peers(options, bundle)
-    profiled = Options(max_tokens=options.max_tokens, repetitions=options.repetitions)
-    families = [_family(bundle, batch, _asked(options, bundle), peers) for batch in BATCHES]
-    session = Session(_Turns(LocalDriver(bundle, runtime, max(BATCHES)), peers), families, profiled, _Silent())
-    session.measure()
-    runtime.close()
-    agreement = {_label(each.point): _agreement(session, each, peers) for each in session.results()}
+    """Measure and print; figures and goals come back. Raises Disagreement, or PeerError when a peer fails."""
+    bundle, model = _build(options), float_model(options.pair / "target")
+    with ExitStack() as owned:
+        runtime = OrtRuntime(bundle, options.threads, max(BATCHES))
+        owned.callback(runtime.close)
+        ours: dict[str, Driver] = dict.fromkeys(bundle.strategies, LocalDriver(bundle, runtime, max(BATCHES)))
+        peers = {**_Here(options, bundle, model).contenders(), **_llama(options, bundle, owned)}
+        families = [_family([*ours, *peers], batch, _asked(options, bundle)) for batch in BATCHES]
+        profiled = Options(max_tokens=options.max_tokens, repetitions=options.repetitions)
+        session = Session(Contenders({**ours, **peers}), families, profiled, Silent())
+        session.measure()
+    agreement = {_label(each.point): _agreement(session, each, model) for each in session.results()}
     figures = _figures(session, options, agreement)
     _print(figures)
     return figures, _goals(session, options)
-
-
-class _Silent:
-    """Nobody watches."""
-
-    def begin(self, turns: int) -> None: ...
-
-    def turn(self, point: Point) -> None: ...
-
-    def note(self, line: str) -> None: ...
 
 
 def _build(options: ExampleOptions) -> Bundle:
     drafters = [DrafterSource(options.pair / name) for name in ("dflash", "dflow") if (options.pair / name).is_dir()]
     return build_bundle(
         options.pair / "target",
-        drafters,
+        [*drafters, DrafterSource(Path("ngram"), None, LOOKUP)],
         options.work / "example-bundle",
         BuildOptions(max_batch_size=max(BATCHES)),
         force=True,
@@ -90,9 +94,8 @@ def _workload(options: ExampleOptions, bundle: Bundle) -> Workload:
     if file.is_file() and bundle.tokenizer_path is not None:
         found = read_workload(file)
         return found.as_chats() if takes_chats(tokenizer_of(bundle)) else found
-    vocabulary = Vocabulary(bundle.target.live_vocab, bundle.target.eos_ids)
     lengths = random.Random(0).choices(range(*RANDOM_LENGTHS), k=options.num_prompts)
-    items = [random_workload(length, 1, vocabulary, i).items[0] for i, length in enumerate(lengths)]
+    items = [random_workload(length, 1, vocabulary_of(bundle), i).items[0] for i, length in enumerate(lengths)]
     return Workload("random", "random tokens", tuple(items))
 
 
@@ -102,29 +105,35 @@ def _asked(options: ExampleOptions, bundle: Bundle) -> tuple[Asked, ...]:
     return tuple(Asked(i, item, ids, params) for i, (item, ids) in enumerate(prompts))
 
 
-def _family(bundle: Bundle, batch: int, asked: tuple[Asked, ...], peers: _Peers) -> Family:
-    """One turn a repetition: all prompts. The package takes one at a time."""
-    names = [*bundle.strategies, *(name for name in peers.generate if batch == 1 or name == TRANSFORMERS)]
-    return Family(tuple(Point(strategy=name, concurrency=batch) for name in names), (asked,))
+def _family(names: Sequence[str], batch: int, asked: tuple[Asked, ...]) -> Family:
+    """One turn a repetition: all prompts. Peers but transformers take one at a time."""
+    alone = () if batch == 1 else PEERS[1:]
+    return Family(tuple(Point(strategy=name, concurrency=batch) for name in names if name not in alone), (asked,))
 
 
 # -- peers -------------------------------------------------------------------------------------------------------------
 
 
-class _Turns:
-    """Our turns by the decoder, theirs by themselves: answers that come whole, so that only their end has a time."""
+def _llama(options: ExampleOptions, bundle: Bundle, owned: ExitStack) -> dict[str, Driver]:
+    """Plain, and with its prompt lookup; nothing where it is not installed."""
+    worker = open_worker(LLAMA, options.peers, options.threads, options.work, owned)
+    if worker is None:
+        return {}
+    models = open_llama(worker, options.pair / "target", options.work / "example.gguf", bundle.target.eos_ids)
+    return {label: Peer(worker, name) for label, name in zip((LLAMA_PLAIN, LLAMA_LOOKUP), models, strict=True)}
 
-    def __init__(self, ours: LocalDriver, peers: _Peers) -> None:
-        self._ours, self._peers = ours, peers
+
+@dataclass(frozen=True)
+class _Whole:
+    """A peer in this process. Its answers come whole, so that only their end has a time."""
+
+    generate: Callable[[list[list[int]], int], Answers]
 
     def run(self, point: Point, asked: Sequence[Asked], offsets: Sequence[float] | None = None) -> Run:
         """See :class:`dflow_trt.profiling.session.Driver`."""
-        generate = self._peers.generate.get(point.strategy)
-        if generate is None:
-            return self._ours.run(point, asked, offsets)
         assert point.concurrency is not None
         start, cpu = time.perf_counter(), time.process_time()
-        answers = generate([list(each.prompt_ids or ()) for each in asked], point.concurrency)
+        answers = self.generate([list(each.prompt_ids or ()) for each in asked], point.concurrency)
         end, spent = time.perf_counter(), time.process_time() - cpu
         traces = (_trace(each, start, end, *answer) for each, answer in zip(asked, answers, strict=True))
         return Run(point, start, end, spent, tuple(traces))
@@ -142,22 +151,24 @@ def _trace(asked: Asked, start: float, end: float, ids: list[int], rounds: list[
     return trace
 
 
-class _Peers:
+class _Here:
     """transformers and the dflash package on the same folders, float32."""
 
-    def __init__(self, options: ExampleOptions, bundle: Bundle) -> None:
+    def __init__(self, options: ExampleOptions, bundle: Bundle, model: Any) -> None:
         import torch
-        from transformers import AutoModelForCausalLM
 
         torch.set_num_threads(options.threads)
-        self._max_tokens = options.max_tokens
-        self.model = AutoModelForCausalLM.from_pretrained(options.pair / "target", dtype=torch.float32).eval()
+        self._max_tokens, self._model, self._folder = options.max_tokens, model, options.pair / "dflash"
         self._eos = list(bundle.target.eos_ids)
         self._pad = bundle.target.pad_id if bundle.target.pad_id is not None else 0
-        self.generate: dict[str, Callable[[list[list[int]], int], Answers]] = {TRANSFORMERS: self._transformers}
-        if (options.pair / "dflash").is_dir():
-            self._drafter = self._load_drafter(options.pair / "dflash")
-            self.generate[PACKAGE] = self._package
+
+    def contenders(self) -> dict[str, Driver]:
+        """The package only with a drafter for it."""
+        found: dict[str, Driver] = {TRANSFORMERS: _Whole(self._transformers)}
+        if self._folder.is_dir():
+            self._drafter = self._load_drafter(self._folder)
+            found[PACKAGE] = _Whole(self._package)
+        return found
 
     @staticmethod
     def _load_drafter(folder: Path) -> Any:
@@ -178,7 +189,7 @@ class _Peers:
         for start in range(0, len(prompts), batch):
             ids_BS, mask_BS = self._left_padded(prompts[start : start + batch])
             with torch.inference_mode():
-                out = self.model.generate(ids_BS, attention_mask=mask_BS, generation_config=config)
+                out = self._model.generate(ids_BS, attention_mask=mask_BS, generation_config=config)
             found += [(self._until_eos(row), []) for row in out[:, ids_BS.shape[1] :].tolist()]
         return found
 
@@ -202,7 +213,7 @@ class _Peers:
         for prompt in prompts:
             ids = torch.tensor([prompt])
             stops = self._eos or None
-            out = package.dflash_generate(self._drafter, self.model, ids, self._max_tokens, stops, return_stats=True)
+            out = package.dflash_generate(self._drafter, self._model, ids, self._max_tokens, stops, return_stats=True)
             found.append((self._until_eos(out.output_ids[0, len(prompt) :].tolist()), list(out.acceptance_lengths)))
         return found
 
@@ -214,18 +225,18 @@ def _label(point: Point) -> str:
     return f"{point.strategy} at batch {point.concurrency}"
 
 
-def _agreement(session: Session, result: PointResult, peers: _Peers) -> dict[str, Any]:
+def _agreement(session: Session, result: PointResult, model: Any) -> dict[str, Any]:
     """Ours equal our ar at batch 1, every time and token by token; the float peers equal it up to near ties. Raises
     Disagreement."""
     point, label = result.point, _label(result.point)
     baseline = session.runs[Point(strategy=AUTOREGRESSIVE, concurrency=1)][0]
     expected = [trace.token_ids for trace in baseline.traces]
     answers = [[trace.token_ids for trace in run.traces] for run in session.runs[point]]
-    if point.strategy not in peers.generate:
+    if point.strategy not in PEERS:
         checks = [check_equal(label, expected, got) for got in answers]
         return checks[0]
     prompts = [list(trace.asked.prompt_ids or ()) for trace in baseline.traces]
-    return check_near_ties(label, peers.model, prompts, expected, answers[0])
+    return check_near_ties(label, model, prompts, expected, answers[0])
 
 
 def _clock(options: ExampleOptions) -> str:
@@ -260,7 +271,7 @@ def _row(session: Session, result: PointResult, clock: str) -> dict[str, Any]:
         "tau_emitted": total.tau_emitted if drafts else None,
         "tau_accepted": total.tau_accepted if drafts else None,
     }
-    for other in (AUTOREGRESSIVE, TRANSFORMERS, PACKAGE):
+    for other in (AUTOREGRESSIVE, *PEERS):
         found = _speedup(session, name, other, batch, clock)
         row |= {f"x_{other.replace(' ', '_')}": found.value if found else None}
     return row

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ class Model(llama_cpp.Llama):
 
     steps = Steps()
     rounds: int | None = None
+    stop_ids: tuple[int, ...] = ()
 
     def eval(self, tokens: Any) -> None:
         if self.rounds is not None and self.steps.count > self.rounds:
@@ -62,11 +64,13 @@ def export(source: str, output: str) -> dict[str, Any]:
     return {}
 
 
-def open_model(name: str, path: str, threads: int, max_tokens: int, lookup: dict[str, int] | None) -> dict[str, Any]:
-    """A model with float32 caches. lookup: the settings of its prompt lookup, None to decode plainly."""
+def open_model(
+    name: str, threads: int, path: str, context: int, stop_ids: list[int], lookup: dict[str, int] | None
+) -> dict[str, Any]:
+    """A model with float32 caches of ``context`` rows. lookup: settings of prompt lookup, None to decode plainly."""
     MODELS[name] = Model(
         path,
-        n_ctx=max_tokens,
+        n_ctx=context,
         n_threads=threads,
         n_threads_batch=threads,
         type_k=gguf.GGMLQuantizationType.F32,
@@ -74,21 +78,19 @@ def open_model(name: str, path: str, threads: int, max_tokens: int, lookup: dict
         draft_model=LlamaPromptLookupDecoding(**lookup) if lookup else None,
         verbose=False,
     )
+    MODELS[name].stop_ids = tuple(stop_ids)
     return versions("llama-cpp-python", "gguf")
 
 
-def generate(
-    name: str, prompt: list[int], rounds: int | None, max_tokens: int, stop_ids: list[int]
-) -> dict[str, Any]:
+def generate(name: str, prompt: list[int], max_tokens: int, rounds: int | None) -> dict[str, Any]:
     """A request, greedy, until so many rounds or tokens, or one that stops it."""
     model = MODELS[name]
     model.reset()
-    model.steps, model.rounds, left = Steps(), rounds, max_tokens
+    model.steps, model.rounds = Steps(), rounds
     try:
-        for token in model.generate(prompt, temp=0.0):
+        for token in itertools.islice(model.generate(prompt, temp=0.0), max_tokens):
             model.steps.add(token)
-            left -= 1
-            if not left or token in stop_ids:
+            if token in model.stop_ids:
                 break
     except Enough:
         pass

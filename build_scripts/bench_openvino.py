@@ -8,14 +8,12 @@ from typing import Any
 
 from bench_worker import Steps, serve, versions
 
-PIPELINES: dict[str, Any] = {}
+PIPELINES: dict[str, tuple[Any, int]] = {}
 MODEL = "openvino_model.xml"
-LONG = 2000  # tokens: more than the rounds that are asked for give
 
 
 def export(source: str, output: str) -> dict[str, Any]:
-    """Write ``source`` (a Qwen3 target or a DFlash drafter) as ``output``-fp32, and as ``output``-int8 with int8 weights
-    by NNCF."""
+    """Write ``source``, a target or a DFlash drafter, in float32 and with int8 weights: ``output``-fp32, -int8."""
     from optimum.exporters.openvino import export_from_model
     from optimum.exporters.openvino.model_patcher import Qwen3DFlashForCausalLM
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -47,7 +45,7 @@ def _compress(source: Path, output: Path) -> None:
         shutil.copyfile(source / name, output / name)
 
 
-def open_pipeline(name: str, target: str, drafter: str | None, threads: int) -> dict[str, Any]:
+def open_pipeline(name: str, threads: int, target: str, drafter: str | None, drafts: int) -> dict[str, Any]:
     """A pipeline with float32 KV cache and arithmetic (int8 weights are quantised as the runtime sees fit)."""
     import openvino_genai as genai
 
@@ -61,21 +59,20 @@ def open_pipeline(name: str, target: str, drafter: str | None, threads: int) -> 
     scheduler.enable_prefix_caching = False
     scheduler.max_num_batched_tokens = 4096
     drafting = {"draft_model": genai.draft_model(drafter, "CPU", **options)} if drafter else {}
-    PIPELINES[name] = genai.ContinuousBatchingPipeline(target, scheduler, "CPU", {**options, **drafting})
+    PIPELINES[name] = genai.ContinuousBatchingPipeline(target, scheduler, "CPU", {**options, **drafting}), drafts
     return versions("openvino", "openvino-genai", "optimum-intel")
 
 
-def generate(name: str, prompt: list[int], rounds: int, num_drafts: int) -> dict[str, Any]:
+def generate(name: str, prompt: list[int], max_tokens: int, rounds: int) -> dict[str, Any]:
     """The prefill and so many rounds of a request; then it is left."""
     import numpy as np
     import openvino
     import openvino_genai as genai
 
-    config = genai.GenerationConfig()
-    config.max_new_tokens, config.ignore_eos = LONG, True
-    if num_drafts:
-        config.num_assistant_tokens = num_drafts
-    pipeline, steps = PIPELINES[name], Steps()
+    (pipeline, drafts), steps, config = PIPELINES[name], Steps(), genai.GenerationConfig()
+    config.max_new_tokens, config.ignore_eos = max_tokens, True
+    if drafts:
+        config.num_assistant_tokens = drafts
     handle = pipeline.add_request(0, openvino.Tensor(np.array([prompt], np.int64)), config)
     for _ in range(rounds + 1):
         steps.begin()

@@ -8,7 +8,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,10 +31,16 @@ def _package(name: str, module: str, worker: str, *requirements: str) -> Package
     return Package(name, module, requirements, Path(__file__).with_name(worker))
 
 
+CONTEXT = 2048  # rows of llama.cpp's caches
 OPENVINO = _package(
     "OpenVINO GenAI", "openvino_genai", "bench_openvino.py", "openvino-genai==2026.4.1.0", "optimum-intel==2.2.0"
 )
 LLAMA = _package("llama.cpp", "llama_cpp", "bench_llama.py", "llama-cpp-python==0.3.36", "gguf", "safetensors")
+
+
+PACKAGES = (OPENVINO, LLAMA)
+LOOKUP = {"min": 1, "max": 2, "drafts": 10}
+"""Of prompt lookup, ours and llama.cpp's: its defaults."""
 
 
 class PeerError(Exception):
@@ -50,12 +57,14 @@ def make_environment(folder: Path) -> None:
     if not python.exists():
         _install([sys.executable, "-m", "venv", str(folder)])
         (folder / ".gitignore").write_text("*\n")
-    for package in (OPENVINO, LLAMA):
+    for package in PACKAGES:
         failure = None if has_package(folder, package) else _install(_pip(python, "install", *package.requirements))
         if failure:
             print(f"{package.name} does not install: {failure}")
     if has_package(folder, OPENVINO) and not _works(python, "import torchvision"):
-        _install(_pip(python, "uninstall", "--yes", "torchvision"))  # of no use for text; transformers fails on a broken one
+        _install(
+            _pip(python, "uninstall", "--yes", "torchvision")
+        )  # of no use for text; transformers fails on a broken one
 
 
 def has_package(folder: Path, package: Package) -> bool:
@@ -124,33 +133,22 @@ class Worker:
 
 @dataclass(frozen=True)
 class Peer:
-    """A model of a worker as a driver of turns, one request at a time. options: of its ``generate``, beside those that
-    :meth:`_options` takes from a request."""
+    """A model of a worker as a driver of turns, one request at a time. rounds: as in
+    :class:`dflow_trt.profiling.measure.LocalDriver`."""
 
     worker: Worker
     name: str
-    options: dict[str, Any] = field(default_factory=dict)
+    rounds: int | None = None
 
     def run(self, point: Point, asked: Sequence[Asked], offsets: Sequence[float] | None = None) -> Run:
         """See :class:`dflow_trt.profiling.session.Driver`."""
-        start, traces, steps, cpu = time.perf_counter(), list[Trace](), list[Step](), 0.0
+        start, traces, steps = time.perf_counter(), list[Trace](), list[Step]()
         for each in asked:
             traces.append(Trace(each, time.perf_counter()))
-            found = self.worker.ask("generate", name=self.name, prompt=each.prompt_ids, **self._options(each))["steps"]
-            _record(traces[-1], steps, found)
-            cpu += sum(spent for _, spent, _ in found)
+            wanted = {"prompt": each.prompt_ids, "max_tokens": each.params.max_tokens, "rounds": self.rounds}
+            _record(traces[-1], steps, self.worker.ask("generate", name=self.name, **wanted)["steps"])
+        cpu = sum(step.cpu for step in steps)
         return Run(point, start, time.perf_counter(), cpu, tuple(traces), tuple(steps))
-
-    def _options(self, asked: Asked) -> dict[str, Any]:
-        return self.options
-
-
-class LlamaPeer(Peer):
-    """llama.cpp ends a request by its tokens too."""
-
-    def _options(self, asked: Asked) -> dict[str, Any]:
-        params = asked.params
-        return {"max_tokens": params.max_tokens, "stop_ids": [], **self.options}
 
 
 def _record(trace: Trace, steps: list[Step], found: Sequence[tuple[float, float, list[int]]]) -> None:
@@ -163,3 +161,22 @@ def _record(trace: Trace, steps: list[Step], found: Sequence[tuple[float, float,
         trace.ticks.append(Tick(now, len(tokens), None if i else 0, max(0, len(tokens) - 1), i > 0))
         trace.token_ids += tokens
     trace.finish_reason = "length"
+
+
+def open_worker(
+    package: Package, environment: Path | None, threads: int, work: Path, owned: ExitStack
+) -> Worker | None:
+    """A peer's process, its log in ``work``; None where it is not installed."""
+    if environment is None or not has_package(environment, package):
+        return None
+    return owned.enter_context(Worker(package, environment, threads, work / f"{package.module}.log"))
+
+
+def open_llama(worker: Worker, target: Path, gguf: Path, stop_ids: Sequence[int]) -> tuple[str, str]:
+    """A target in llama.cpp, and the same with its prompt lookup: the names of both."""
+    if not gguf.is_file():
+        worker.ask("export", source=str(target), output=str(gguf))
+    lookup = {"max_ngram_size": LOOKUP["max"], "num_pred_tokens": LOOKUP["drafts"]}
+    for name, settings in (("plain", None), ("lookup", lookup)):
+        worker.open(name, path=str(gguf), context=CONTEXT, stop_ids=list(stop_ids), lookup=settings)
+    return "plain", "lookup"

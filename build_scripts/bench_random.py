@@ -1,43 +1,44 @@
-"""A random 107M-parameter pair, round by round: our steps and OpenVINO GenAI's, interleaved in one run.
+"""A random 107M-parameter pair: ours, OpenVINO GenAI's and llama.cpp's rounds, interleaved in one run.
 
-Random weights accept next to no drafts, and what a round costs does not depend on how many it accepts: every round
-here is a full one, 15 drafts drafted and verified. The requests of all contenders are alive at once; each contender
-runs a short burst of rounds in turn, the first round of a burst (cold caches) is not counted.
+Random weights accept next to no drafts, and what a round costs does not depend on how many it accepts. So a turn is a
+prefill and a few rounds, each a full one, 15 drafts drafted and verified; then the requests are left. Prompt lookup
+finds something only where a text repeats itself: its turns are whole answers, long enough for the model to do so.
 """
 
 from __future__ import annotations
 
-import functools
 import json
-import random
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
-from unittest.mock import patch
+from typing import Any, Literal
 
+import numpy as np
 from bench_common import (
     REPO,
+    Contenders,
     Disagreement,
     Goal,
+    Silent,
     check_near_ties,
     common_prefix,
-    paired_ratio,
+    float_model,
     print_table,
-    rotated,
 )
-from bench_peers import OpenVino
+from bench_peers import LLAMA, LOOKUP, OPENVINO, Peer, Worker, open_llama, open_worker
 
 from dflow_trt.build import BuildOptions, DrafterSource, build_bundle
 from dflow_trt.bundle import Bundle
-from dflow_trt.decode import Decoder
 from dflow_trt.method.sampling import SamplingParams
-from dflow_trt.request import Request
-from dflow_trt.runtime import ort as ort_runtime
+from dflow_trt.profiling import metrics
+from dflow_trt.profiling.measure import SAMPLING, Asked, LocalDriver, Run, Trace
+from dflow_trt.profiling.points import Family, Options
+from dflow_trt.profiling.record import Interval, Point
+from dflow_trt.profiling.session import Driver, Session
+from dflow_trt.profiling.workload import Vocabulary, random_workload
 from dflow_trt.runtime.ort import OrtRuntime
 from dflow_trt.spec import AUTOREGRESSIVE, WeightForm
 
@@ -51,173 +52,75 @@ STACK = {
     "max_position_embeddings": 4096,
 }
 TARGET_LAYERS, DRAFT_LAYERS, BLOCK, TAPS = 12, 5, 16, (1, 5, 9)
-CONTEXT, LONG_SEQ, SHORT_SEQ = 128, 2048, 512
-STAGES = ("relay", "drafter", "verify", "context", "host")
-FORM_NAMES: dict[WeightForm, str] = {"float": "fp32+int8", "int8": "int8+int8"}  # target + drafter
+VOCABULARY = Vocabulary(STACK["vocab_size"], (0, 1))
+CONTEXT, LONG_SEQ, SHORT_SEQ, BATCH = 128, 2048, 512, 8
+ROUND_TOKENS, TEXT_TOKENS = 256, 96  # of a request: more than the rounds of a turn give; a whole answer
+STAGES = ("relay", "draft", "verify", "context", "host")
+
+# Contenders: ours by the weights of target and drafter, theirs by their name.
+FLOAT, INT8, SMALL, TEXT = "fp32+int8", "int8+int8", f" max{SHORT_SEQ}", ", text"
+FORMS: dict[WeightForm, str] = {"float": FLOAT, "int8": INT8}
+PLAIN = f"{FLOAT} {AUTOREGRESSIVE}"
+OPENVINO_MODELS = {
+    "openvino fp32+fp32 dflash": ("target-fp32", "dflash-fp32"),
+    "openvino fp32+int8 dflash": ("target-fp32", "dflash-int8"),
+    "openvino int8+int8 dflash": ("target-int8", "dflash-int8"),
+    "openvino fp32 ar": ("target-fp32", None),
+    "openvino int8 ar": ("target-int8", None),
+}
+REFERENCES = {name: "openvino int8 ar" for name, (target, _) in OPENVINO_MODELS.items() if target == "target-int8"}
+"""Whose tokens a peer's are held against, where that is not our float ar."""
+Unit = Literal["rounds", "tokens"]
 
 
 @dataclass(frozen=True)
 class RandomOptions:
-    """How much to run. contexts: live lengths beyond CONTEXT that are measured too."""
+    """How much to run. contexts: live lengths beyond CONTEXT that are measured too. rounds: of a turn."""
 
     work: Path
     contexts: tuple[int, ...]
     cycles: int
-    burst: int
+    rounds: int
     threads: int
     peers: Path | None
 
 
 @dataclass(frozen=True)
-class Round:
-    """One step of a contender, in milliseconds. engines: processor time inside ONNX Runtime calls."""
+class Ours:
+    """One of our strategies as a contender. reference: the contender whose tokens it must give."""
 
-    wall: float
-    cpu: float
-    engines: float = 0.0
-    stages: Mapping[str, float] = field(default_factory=dict)
+    driver: LocalDriver
+    strategy: str
+    reference: str
 
-
-class Lane(Protocol):
-    """A contender with its requests in flight."""
-
-    name: str
-    rounds: list[list[Round]]
-    tokens: dict[int, list[int]]
-
-    def burst(self, count: int) -> None:
-        """Run ``count`` rounds, keep all but the first."""
-        ...
-
-
-# -- ours --------------------------------------------------------------------------------------------------------------
-
-
-class _TimedSession:
-    """An ONNX Runtime session that adds up the processor time of its calls."""
-
-    spent = 0.0
-
-    def __init__(self, session: Any) -> None:
-        self._session = session
-        self.io_binding = session.io_binding
-
-    def run_with_iobinding(self, binding: Any) -> None:
-        start = time.process_time()
-        self._session.run_with_iobinding(binding)
-        _TimedSession.spent += time.process_time() - start
-
-
-@contextmanager
-def _shared_sessions() -> Iterator[None]:
-    """Runtimes made inside share one (timed) session an engine file: contenders differ in caches, not in weights."""
-    load, loaded = ort_runtime._session, {}
-
-    def session(bundle: Bundle, key: Any, options: Any) -> Any:
-        path = bundle.engine_path(*key)
-        if path not in loaded:
-            loaded[path] = _TimedSession(load(bundle, key, options))
-        return loaded[path]
-
-    with patch.object(ort_runtime, "_session", session):
-        yield
-
-
-class OurLane:
-    """A decoder with ``batch`` requests of one strategy, prefilled."""
-
-    def __init__(self, bundle: Bundle, strategy: str, batch: int, context: int, threads: int) -> None:
-        form, build = FORM_NAMES[bundle.build.target_weights], bundle.build
-        self.name = f"{form} {strategy} B{batch} ctx{context} max{build.max_seq_len}"
-        self.strategy, self.batch, self.context, self.form = strategy, batch, context, build.target_weights
-        self.max_seq_len = build.max_seq_len
-        self.rounds: list[list[Round]] = []
-        self.tokens: dict[int, list[int]] = {i: [] for i in range(batch)}
-        self._decoder = Decoder(bundle, OrtRuntime(bundle, threads, batch), slots=batch)
-        params = SamplingParams(max_tokens=build.max_seq_len, ignore_eos=True)
-        for i in range(batch):
-            prompt = random_prompt(i, context)
-            self._decoder.submit(Request(str(i), prompt, params, bundle.strategies[strategy], seed=0))
-        while len(self._step()[1]) < batch:
-            pass  # prefill, and decoding of those that were through earlier
-
-    def _step(self) -> tuple[Round, list[int]]:
-        engines, wall, cpu = _TimedSession.spent, time.perf_counter(), time.process_time()
-        result = self._decoder.step()
-        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-        for emission in result.emissions:
-            self.tokens[int(emission.request_id)] += emission.tokens
-        spent = (_TimedSession.spent - engines) * 1e3
-        who = [int(emission.request_id) for emission in result.emissions]
-        return Round(wall * 1e3, cpu * 1e3, spent, result.milliseconds), who
-
-    def burst(self, count: int) -> None:
-        """See :class:`Lane`."""
-        self.rounds.append([self._step()[0] for _ in range(count)][1:])
-
-
-def random_prompt(seed: int, length: int) -> list[int]:
-    """The prompt of request ``seed``, the same for every contender."""
-    rng = random.Random(seed)
-    return [rng.randrange(2, STACK["vocab_size"] - 2) for _ in range(length)]
-
-
-# -- OpenVINO ----------------------------------------------------------------------------------------------------------
-
-
-class PeerLane:
-    """One request in an OpenVINO GenAI pipeline (its DFlash takes one at a time)."""
-
-    def __init__(self, peer: OpenVino, name: str, target: Path, drafter: Path | None) -> None:
-        self.name = f"openvino {name} B1 ctx{CONTEXT}"
-        self.rounds: list[list[Round]] = []
-        self._peer = peer
-        peer.open(self.name, target, drafter)
-        prompt, drafts = random_prompt(0, CONTEXT), BLOCK - 1 if drafter else 0
-        self.tokens = {
-            0: peer.ask("start", name=self.name, prompt=prompt, max_tokens=2000, num_drafts=drafts)["tokens"]
-        }
-
-    def burst(self, count: int) -> None:
-        """See :class:`Lane`."""
-        answer = self._peer.ask("step", name=self.name, count=count)
-        self.tokens[0] += answer["tokens"]
-        rounds = [Round(wall * 1e3, cpu * 1e3) for wall, cpu in zip(answer["wall"], answer["cpu"], strict=True)]
-        self.rounds.append(rounds[1:])
-
-
-PEER_DFLASH = {
-    "fp32+fp32 dflash": ("fp32", "fp32"),
-    "fp32+int8 dflash": ("fp32", "int8"),
-    "int8+int8 dflash": ("int8", "int8"),
-}
-PEER_PLAIN = {"fp32 ar": "fp32", "int8 ar": "int8"}
-
-
-def _peer_lanes(peer: OpenVino, pair: Path) -> list[PeerLane]:
-    """Its DFlash with float and with int8 weights, and its plain decoding."""
-    models = pair / "openvino"
-    peer.export({"target": pair / "target", "dflash": pair / "dflash"}, models)
-    lanes = [
-        PeerLane(peer, name, models / f"target-{target}", models / f"dflash-{drafter}")
-        for name, (target, drafter) in PEER_DFLASH.items()
-    ]
-    return lanes + [PeerLane(peer, name, models / f"target-{form}", None) for name, form in PEER_PLAIN.items()]
-
-
-# -- the run -----------------------------------------------------------------------------------------------------------
+    def run(self, point: Point, asked: Sequence[Asked], offsets: Sequence[float] | None = None) -> Run:
+        """See :class:`dflow_trt.profiling.session.Driver`."""
+        found = self.driver.run(point.model_copy(update={"strategy": self.strategy}), asked, offsets)
+        return replace(found, point=point)
 
 
 def run_random(options: RandomOptions) -> tuple[dict[str, Any], list[Goal]]:
     """Measure and print; figures and goals come back. Raises Disagreement, or PeerError when a peer fails."""
     pair = write_pair(options.work)
-    with _shared_sessions():
-        ours = _our_lanes(pair, options)
-        if options.peers is None:
-            return _measure(ours, [], pair, options, {})
-        with OpenVino(options.peers, options.threads, options.work / "openvino.log") as peer:
-            theirs = _peer_lanes(peer, pair)
-            return _measure(ours, theirs, pair, options, peer.versions)
+    with ExitStack() as owned:
+        ours, workers = _ours(pair, options, owned), dict[str, Worker]()
+        theirs = _peers(pair, options, owned, workers)
+        families = _families([*ours, *theirs], options)
+        session = Session(Contenders({**ours, **theirs}), families, Options(repetitions=options.cycles), Silent())
+        session.measure()
+    figures = {
+        "pair": {**STACK, "layers": TARGET_LAYERS, "draft_layers": DRAFT_LAYERS, "block": BLOCK, "taps": TAPS},
+        "rounds": options.rounds * options.cycles,
+        "peer_versions": {name: worker.versions for name, worker in workers.items()},
+        "rows": [_row(session, point) for family in families for point in family.points],
+        "agreement": _agreement(session, ours, pair),
+        "ratios": {name: found.model_dump() for name, found in _ratios(session, options).items()},
+    }
+    _print(figures)
+    return figures, _goals(figures, options)
+
+
+# -- contenders --------------------------------------------------------------------------------------------------------
 
 
 def write_pair(work: Path) -> Path:
@@ -241,171 +144,213 @@ def write_pair(work: Path) -> Path:
 def _build(pair: Path, work: Path, form: WeightForm, max_seq_len: int) -> Bundle:
     drafters = [DrafterSource(pair / name) for name in ("dflash", "dflow")]
     options = BuildOptions(
-        max_batch_size=8,
+        max_batch_size=BATCH,
         max_seq_len=max_seq_len,
         max_input_len=max_seq_len - 64,
         max_num_tokens=2048,
         target_weights=form,
     )
-    return build_bundle(
-        pair / "target", drafters, work / f"random-{form}-{max_seq_len}", options, force=True, self_check="off"
-    )
+    output = work / f"random-{form}-{max_seq_len}"
+    drafters.append(DrafterSource(Path("ngram"), None, LOOKUP))
+    return build_bundle(pair / "target", drafters, output, options, force=True, self_check="off")
 
 
-def _our_lanes(pair: Path, options: RandomOptions) -> list[OurLane]:
-    """Both weight forms at batch 1 and 8; then long contexts, and the same context in a smaller cache."""
-    bundles: dict[WeightForm, Bundle] = {form: _build(pair, options.work, form, LONG_SEQ) for form in FORM_NAMES}
-    strategies = (AUTOREGRESSIVE, "dflash", "dflow")
-    lane: Callable[..., OurLane] = functools.partial(OurLane, threads=options.threads)
-    lanes = [lane(bundle, s, batch, CONTEXT) for bundle in bundles.values() for s in strategies for batch in (1, 8)]
-    if options.contexts:
-        small = _build(pair, options.work, "float", SHORT_SEQ)
-        lanes += [lane(small, "dflow", batch, CONTEXT) for batch in (1, 8)]
-        lanes += [lane(bundles["float"], s, 1, ctx) for ctx in options.contexts for s in (AUTOREGRESSIVE, "dflow")]
-    return lanes
+def _ours(pair: Path, options: RandomOptions, owned: ExitStack) -> dict[str, Ours]:
+    """Both weight forms; then a smaller cache, and there whole answers with prompt lookup."""
+    found: dict[str, Ours] = {}
+    for form, name in FORMS.items():
+        driver, _ = _drivers(_build(pair, options.work, form, LONG_SEQ), options, owned)
+        plain = f"{name} {AUTOREGRESSIVE}"
+        found |= {f"{name} {each}": Ours(driver, each, plain) for each in (AUTOREGRESSIVE, "dflash", "dflow")}
+    driver, whole = _drivers(_build(pair, options.work, "float", SHORT_SEQ), options, owned)
+    found[f"{FLOAT} dflow{SMALL}"] = Ours(driver, "dflow", PLAIN)
+    return found | {f"{FLOAT} {each}{TEXT}": Ours(whole, each, PLAIN + TEXT) for each in (AUTOREGRESSIVE, "ngram")}
 
 
-def _measure(
-    ours: Sequence[OurLane],
-    theirs: Sequence[PeerLane],
-    pair: Path,
-    options: RandomOptions,
-    versions: Mapping[str, str],
-) -> tuple[dict[str, Any], list[Goal]]:
-    lanes: dict[str, Lane] = {lane.name: lane for lane in [*ours, *theirs]}
-    for cycle in range(options.cycles):
-        for name in rotated(list(lanes), cycle):
-            lanes[name].burst(options.burst)
-    figures = {
-        "pair": {**STACK, "layers": TARGET_LAYERS, "draft_layers": DRAFT_LAYERS, "block": BLOCK, "taps": TAPS},
-        "rounds": options.cycles * (options.burst - 1),
-        "peer_versions": dict(versions),
-        "rows": [_row(lane) for lane in lanes.values()],
-        "agreement": _check(ours, theirs, pair),
-        "ratios": _ratios(ours, theirs, options),
+def _drivers(bundle: Bundle, options: RandomOptions, owned: ExitStack) -> tuple[LocalDriver, LocalDriver]:
+    """For some rounds of a request, and for all of it."""
+    runtime = OrtRuntime(bundle, options.threads, BATCH)
+    owned.callback(runtime.close)
+    return LocalDriver(bundle, runtime, BATCH, rounds=options.rounds), LocalDriver(bundle, runtime, BATCH)
+
+
+def _peers(pair: Path, options: RandomOptions, owned: ExitStack, workers: dict[str, Worker]) -> dict[str, Driver]:
+    """OpenVINO GenAI's DFlash and plain decoding, llama.cpp's plain decoding and prompt lookup; what is installed."""
+    found: dict[str, Driver] = {}
+    for package, models in ((OPENVINO, _openvino), (LLAMA, _llama)):
+        worker = open_worker(package, options.peers, options.threads, options.work, owned)
+        if worker is not None:
+            workers[package.name] = worker
+            found |= models(pair, worker, options)
+    return found
+
+
+def _openvino(pair: Path, worker: Worker, options: RandomOptions) -> dict[str, Driver]:
+    folder = pair / "openvino"
+    for model in ("target", "dflash"):
+        if not (folder / f"{model}-int8" / "config.json").is_file():
+            worker.ask("export", source=str(pair / model), output=str(folder / model))
+    for name, (target, drafter) in OPENVINO_MODELS.items():
+        drafting = (
+            {"drafter": str(folder / drafter), "drafts": BLOCK - 1} if drafter else {"drafter": None, "drafts": 0}
+        )
+        worker.open(name, target=str(folder / target), **drafting)
+    return {name: Peer(worker, name, options.rounds) for name in OPENVINO_MODELS}
+
+
+def _llama(pair: Path, worker: Worker, options: RandomOptions) -> dict[str, Driver]:
+    plain, lookup = open_llama(worker, pair / "target", pair / "llama.gguf", stop_ids=[])
+    return {
+        "llama.cpp fp32 ar": Peer(worker, plain, options.rounds),
+        f"llama.cpp fp32 ar{TEXT}": Peer(worker, plain),
+        f"llama.cpp fp32 lookup{TEXT}": Peer(worker, lookup),
     }
-    _print(figures)
-    return figures, _goals(figures, options)
 
 
-def _check(ours: Sequence[OurLane], theirs: Sequence[PeerLane], pair: Path) -> dict[str, Any]:
-    """Ours equal our own ar of the same weights as far as both went; the float peers equal it up to near ties."""
-    plain_lanes = [lane for lane in ours if lane.strategy == AUTOREGRESSIVE]
-    plain = {(each.form, each.context, i): tokens for each in plain_lanes for i, tokens in each.tokens.items()}
-    agreement: dict[str, Any] = {}
-    for lane in ours:
-        lengths = []
-        for i, tokens in lane.tokens.items():
-            expected = plain[lane.form, lane.context, i]
-            lengths.append(min(len(tokens), len(expected)))
-            if common_prefix(tokens, expected) < lengths[-1]:
-                raise Disagreement(f"{lane.name}: request {i} differs from ar")
-        agreement[lane.name] = {"sequences": lane.batch, "same": lane.batch, "tokens": sum(lengths)}
-    for peer in theirs:
-        agreement[peer.name] = _check_peer(peer, plain["float", CONTEXT, 0], pair)
-    agreement |= _self_agreement(theirs)
-    return agreement
+# -- turns -------------------------------------------------------------------------------------------------------------
 
 
-def _self_agreement(theirs: Sequence[PeerLane]) -> dict[str, Any]:
-    """How far the peer's int8 DFlash gives the tokens of its own int8 plain decoding: reported, not required."""
-    tokens = {lane.name: lane.tokens[0] for lane in theirs}
-    names = [_theirs("int8+int8 dflash"), _theirs("int8 ar")]
-    if not all(name in tokens for name in names):
-        return {}
-    fast, plain = (tokens[name] for name in names)
-    length, same = min(len(fast), len(plain)), common_prefix(fast, plain)
-    label = f"{names[0]} against its own int8 ar"
-    return {label: {"sequences": 1, "same": int(same >= length), "tokens": length, "first_difference": same}}
+def _families(names: Sequence[str], options: RandomOptions) -> list[Family]:
+    """Everybody alone; ours in a batch; longer contexts; texts."""
+    rounds = [name for name in names if not name.endswith(TEXT)]
+    ours = [name for name in rounds if name.startswith((FLOAT, INT8))]
+    return [
+        _family(rounds),
+        _family(ours, batch=BATCH),
+        *(_family([PLAIN, f"{FLOAT} dflow"], context=context) for context in options.contexts),
+        _family([name for name in names if name.endswith(TEXT)], max_tokens=TEXT_TOKENS),
+    ]
 
 
-def _check_peer(peer: PeerLane, expected: Sequence[int], pair: Path) -> dict[str, Any]:
-    length = min(len(expected), len(peer.tokens[0]))
-    same = common_prefix(expected, peer.tokens[0])
-    if "fp32" not in peer.name or same >= length:  # its int8 target is another model than the float one
-        return {"sequences": 1, "same": int(same >= length), "tokens": length, "first_difference": same}
-    import torch
-    from transformers import AutoModelForCausalLM
+def _family(names: Sequence[str], batch: int = 1, context: int = CONTEXT, max_tokens: int = ROUND_TOKENS) -> Family:
+    """One turn, of a request a place."""
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=0)
+    items = random_workload(context, batch, VOCABULARY, seed=0).items
+    asked = tuple(Asked(i, item, tuple(item.prompt["prompt_token_ids"]), params) for i, item in enumerate(items))
+    return Family(tuple(_point(name, batch, context) for name in names), (asked,))
 
-    model = AutoModelForCausalLM.from_pretrained(pair / "target", dtype=torch.float32).eval()
-    tokens = [expected[:length]], [peer.tokens[0][:length]]
-    return check_near_ties(peer.name, model, [random_prompt(0, CONTEXT)], *tokens) | {"first_difference": same}
+
+def _point(name: str, batch: int = 1, context: int = CONTEXT) -> Point:
+    return Point(strategy=name, concurrency=batch, input_len=context)
+
+
+def _label(point: Point) -> str:
+    return f"{point.strategy} B{point.concurrency} ctx{point.input_len}"
+
+
+# -- agreement ---------------------------------------------------------------------------------------------------------
+
+
+def _agreement(session: Session, ours: Mapping[str, Ours], pair: Path) -> dict[str, Any]:
+    """Ours give the tokens of our own ar of the same weights, as far as both went; float peers do up to near ties. How
+    far the peer's int8 DFlash gives those of its own int8 ar is reported."""
+    found: dict[str, Any] = {}
+    for point, runs in session.runs.items():
+        name, label = point.strategy, _label(point)
+        usual = PLAIN + TEXT if name.endswith(TEXT) else PLAIN
+        reference = ours[name].reference if name in ours else REFERENCES.get(name, usual)
+        pairs = [_both(session, point, reference, trace) for run in runs for trace in run.traces]
+        wrong = [pair for pair in pairs if pair[1] != pair[2]]
+        found[label] = {"sequences": len(pairs), "same": len(pairs) - len(wrong)}
+        if wrong:
+            prompt, expected, tokens = wrong[0]
+            found[label] |= {"tokens": len(tokens), "first_difference": common_prefix(expected, tokens)}
+            if name in ours:
+                raise Disagreement(f"{label}: differs from {reference}: {found[label]}")
+            if reference == usual:
+                checked = check_near_ties(label, float_model(pair / "target"), [prompt], [expected], [tokens])
+                found[label]["near_tie_gaps"] = checked["near_tie_gaps"]
+    return found
+
+
+def _both(
+    session: Session, point: Point, reference: str, trace: Trace
+) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
+    """A prompt, what the reference answered, and what was answered here, as far as both went."""
+    said = [
+        other.token_ids
+        for there, runs in session.runs.items()
+        if (there.strategy, there.input_len) == (reference, point.input_len)
+        for other in runs[0].traces
+        if other.asked.index == trace.asked.index
+    ]
+    length = min(max(map(len, said)), len(trace.token_ids))
+    return trace.asked.prompt_ids or (), max(said, key=len)[:length], trace.token_ids[:length]
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------
 
 
-def _median(lane: Lane, value: Callable[[Round], float]) -> float:
-    return statistics.median(value(each) for burst in lane.rounds for each in burst)
-
-
-def _row(lane: Lane) -> dict[str, Any]:
+def _row(session: Session, point: Point) -> dict[str, Any]:
+    """Medians of rounds. host_%: what is in no engine, of the stages together."""
+    steps = [step for run in session.runs[point] for step in metrics.full_steps(run)]
+    stages = metrics.median_stages([step.milliseconds for step in steps])
     row: dict[str, Any] = {
-        "name": lane.name,
-        "wall_ms": _median(lane, lambda r: r.wall),
-        "cpu_ms": _median(lane, lambda r: r.cpu),
+        "name": _label(point),
+        "tau": sum(step.tokens for step in steps) / sum(step.rounds for step in steps),
+        "wall_ms": 1e3 * statistics.median(step.end - step.start for step in steps),
+        "cpu_ms": 1e3 * statistics.median(step.cpu for step in steps),
     }
-    if isinstance(lane, PeerLane):
+    if not stages:  # a peer's
         return row
-    stages = {stage: _median(lane, lambda r, stage=stage: r.stages.get(stage, 0.0)) for stage in STAGES}  # type: ignore[misc]
-    host = _median(lane, lambda r: (r.cpu - r.engines) / r.cpu)
-    return row | stages | {"host_%": 100 * host}
+    host = {"host_%": 100 * (stages["host"] + stages[SAMPLING]) / sum(stages.values())}
+    return row | {name: stages.get(name, 0.0) for name in STAGES} | host
 
 
-def _cycle_times(lane: Lane, options: RandomOptions) -> list[float]:
-    """The median round of each burst: processor time with one thread, else the clock on the wall."""
-    clock = "cpu" if options.threads == 1 else "wall"
-    return [statistics.median(getattr(each, clock) for each in burst) for burst in lane.rounds]
+def _ratios(session: Session, options: RandomOptions) -> dict[str, Interval]:
+    """Time of a round over that of another, or of a token in texts; below 1 the first is faster."""
+    pairs = [(f"{FLOAT} {ours}", f"openvino fp32+{d} dflash") for ours in ("dflash", "dflow") for d in ("fp32", "int8")]
+    pairs += [(f"{INT8} {ours}", "openvino int8+int8 dflash") for ours in ("dflash", "dflow")]
+    pairs += [(PLAIN, f"{peer} fp32 ar") for peer in ("openvino", "llama.cpp")]
+    pairs += [(f"{INT8} ar", "openvino int8 ar")]
+    points = [(_point(a), _point(b)) for a, b in pairs]
+    for batch in (1, BATCH):
+        dflow = _point(f"{FLOAT} dflow", batch)
+        points += [(_point(f"{form} dflow", batch), _point(f"{form} ar", batch)) for form in (FLOAT, INT8)]
+        points += [(dflow, _point(f"{FLOAT} dflow{SMALL}", batch))]
+    points += [(_point(f"{FLOAT} dflow", 1, context), _point(f"{FLOAT} dflow")) for context in options.contexts]
+    plain, ngram, llama = (f"{name}{TEXT}" for name in (PLAIN, f"{FLOAT} ngram", "llama.cpp fp32 ar"))
+    texts = [(plain, llama), (ngram, f"llama.cpp fp32 lookup{TEXT}"), (ngram, plain), (ngram, llama)]
+    points += [(_point(a), _point(b)) for a, b in texts]
+    found = ((a, b, _ratio(session, a, b, options.threads)) for a, b in points if {a, b} <= session.runs.keys())
+    return {f"{_label(a)} / {_label(b)}": ratio for a, b, ratio in found}
 
 
-def _ratios(ours: Sequence[OurLane], theirs: Sequence[PeerLane], options: RandomOptions) -> dict[str, float]:
-    """Round against round, paired by cycle; below 1 the first is faster."""
-    lanes: dict[str, Lane] = {lane.name: lane for lane in [*ours, *theirs]}
-    pairs = [(_ours("float", s, 1), _theirs(p)) for s in ("dflash", "dflow") for p in PEER_DFLASH if "fp32" in p]
-    pairs += [(_ours("int8", s, 1), _theirs("int8+int8 dflash")) for s in ("dflash", "dflow")]
-    pairs += [
-        (_ours("float", AUTOREGRESSIVE, 1), _theirs("fp32 ar")),
-        (_ours("int8", AUTOREGRESSIVE, 1), _theirs("int8 ar")),
-    ]
-    pairs += [(_ours(f, "dflow", b), _ours(f, AUTOREGRESSIVE, b)) for f in FORM_NAMES for b in (1, 8)]
-    pairs += [(_ours("float", "dflow", b), _ours("float", "dflow", b, max_seq_len=SHORT_SEQ)) for b in (1, 8)]
-    pairs += [(_ours("float", "dflow", 1, ctx), _ours("float", "dflow", 1)) for ctx in options.contexts]
-    return {
-        f"{a} / {b}": paired_ratio(_cycle_times(lanes[a], options), _cycle_times(lanes[b], options))
-        for a, b in pairs
-        if a in lanes and b in lanes
-    }
+def _ratio(session: Session, a: Point, b: Point, threads: int) -> Interval:
+    """Turn by turn: processor time with one thread, else the clock on the wall."""
+    sums = [np.array([_decoding(run, threads) for run in session.runs[point]]) for point in (b, a)]
+    return metrics.paired_interval(*sums[0].T, *sums[1].T)
 
 
-def _ours(form: WeightForm, strategy: str, batch: int, context: int = CONTEXT, max_seq_len: int = LONG_SEQ) -> str:
-    return f"{FORM_NAMES[form]} {strategy} B{batch} ctx{context} max{max_seq_len}"
-
-
-def _theirs(name: str) -> str:
-    return f"openvino {name} B1 ctx{CONTEXT}"
+def _decoding(run: Run, threads: int) -> tuple[int, float]:
+    """Rounds of a turn, or tokens of a text, and their seconds."""
+    steps = metrics.full_steps(run)
+    count = sum(step.tokens for step in steps) if run.point.strategy.endswith(TEXT) else len(steps)
+    return count, sum(step.cpu if threads == 1 else step.end - step.start for step in steps)
 
 
 def _goals(figures: dict[str, Any], options: RandomOptions) -> list[Goal]:
     ratios, rows = figures["ratios"], {row["name"]: row for row in figures["rows"]}
+    dflow, small = f"{FLOAT} dflow", f"{FLOAT} dflow{SMALL}"
     wanted = [
-        (_ours("float", "dflash", 1), _theirs("fp32+fp32 dflash"), 0.70),
-        (_ours("int8", "dflash", 1), _theirs("int8+int8 dflash"), 0.60),
-        (_ours("float", "dflow", 1), _ours("float", "dflow", 1, max_seq_len=SHORT_SEQ), 1.05),
-        (_ours("float", "dflow", 8), _ours("float", "dflow", 8, max_seq_len=SHORT_SEQ), 1.05),
+        (_point(f"{FLOAT} dflash"), _point("openvino fp32+fp32 dflash"), 0.70),
+        (_point(f"{INT8} dflash"), _point("openvino int8+int8 dflash"), 0.60),
+        *((_point(dflow, batch), _point(small, batch), 1.05) for batch in (1, BATCH)),
     ]
-    goals = [Goal(f"{a} / {b}", ratios[f"{a} / {b}"], bound, False) for a, b, bound in wanted if f"{a} / {b}" in ratios]
-    if options.threads == 1:
-        for form in FORM_NAMES:
-            name = _ours(form, "dflow", 8)
-            goals.append(Goal(f"host % of {name}", rows[name]["host_%"], 5.0, False))
-    return goals
+    names = [(f"{_label(a)} / {_label(b)}", bound) for a, b, bound in wanted]
+    goals = [Goal(name, ratios[name]["value"], bound, False) for name, bound in names if name in ratios]
+    hosts = [_label(_point(f"{form} dflow", BATCH)) for form in (FLOAT, INT8)]
+    return [*goals, *(Goal(f"host % of {name}", rows[name]["host_%"], 5.0, False) for name in hosts)]
 
 
 def _print(figures: dict[str, Any]) -> None:
-    headers = ("name", "wall_ms", "cpu_ms", *STAGES, "host_%")
-    title = f"Random 107M pair, block {BLOCK}: milliseconds a round (ar: a step), median of {figures['rounds']}; "
-    title += "stages on the wall clock; host_% is processor time outside ONNX Runtime"
+    headers = ("name", "tau", "wall_ms", "cpu_ms", *STAGES, "host_%")
+    title = (
+        f"Random 107M pair, block {BLOCK}: milliseconds a round (ar: a step), median of {figures['rounds']} or more; "
+    )
+    title += "stages on the wall clock; tau: tokens a round; host_%: what is in no engine"
     print_table(title, headers, [[row.get(name) for name in headers] for row in figures["rows"]])
-    print_table("Ratios, paired by cycle", ("rounds", "ratio"), figures["ratios"].items())
-    peers = {name: counts for name, counts in figures["agreement"].items() if name.startswith("openvino")}
-    print("ours equal our own ar; " + "; ".join(f"{name}: {counts}" for name, counts in peers.items()))
+    rows = [(name, *(each[part] for part in ("value", "low", "high"))) for name, each in figures["ratios"].items()]
+    print_table("Ratios of time a round (texts: a token), paired by turn", ("", "ratio", "low", "high"), rows)
+    theirs = {name: each for name, each in figures["agreement"].items() if not name.startswith((FLOAT, INT8))}
+    print("ours equal our own ar; " + "; ".join(f"{name}: {counts}" for name, counts in theirs.items()))

@@ -34,13 +34,14 @@ from bench_common import (
     rotated,
     settings,
 )
-from bench_random import random_prompt, write_pair
+from bench_random import VOCABULARY, write_pair
 from tritonclient.grpc.aio import InferenceServerClient
 
 from dflow_trt.api import LLM
 from dflow_trt.build import BuildOptions, DrafterSource, build_bundle
 from dflow_trt.bundle import Bundle
 from dflow_trt.method.sampling import SamplingParams
+from dflow_trt.profiling.workload import random_workload
 from dflow_trt.prompts import read_prompts
 from dflow_trt.serving.package import PackageOptions, package_bundle
 from dflow_trt.serving.server import TritonServer
@@ -116,8 +117,8 @@ def _random_case(options: argparse.Namespace) -> Case:
     pair = write_pair(options.work / "serving")
     make_tokenizer(pair / "target", 32000)  # words w0, w1, ...: a text is its token ids
     bundle = _bundle(pair, options, "random", max_input_len=256, max_seq_len=512)
-    ids = [random_prompt(i, 64 + 8 * (i % 8)) for i in range(max(CONCURRENCIES))]
-    prompts = [" ".join(f"w{token}" for token in each) for each in ids]
+    items = [random_workload(64 + 8 * (i % 8), 1, VOCABULARY, i).items[0] for i in range(max(CONCURRENCIES))]
+    prompts = [" ".join(f"w{token}" for token in item.prompt["prompt_token_ids"]) for item in items]
     return Case("random 107M pair", bundle, prompts, options.max_tokens or 10, lambda number: f"w{number}")
 
 

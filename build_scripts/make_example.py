@@ -1,12 +1,14 @@
-"""Make the example pair that ships with dflow-trt: texts, tokenizer, target, DFlash drafter, DFlow drafter.
+"""Make the example that ships with dflow-trt: texts, tokenizer, target, and drafters of four kinds.
 
 Everything is drawn from one seed. A worksheet domain (`dflow_trt.training.texts`) gives the texts; a small Qwen3 target
 learns to answer them; `dflow-trt train` makes a one-layer DFlash drafter from the target's own answers. From there two
-drafters go on for the same processor time: DFlash as it is, and DFlow. Takes about an hour on one core; needs the
-package installed with its extra `train`.
+drafters go on for the same processor time: DFlash as it is, and DFlow. An EAGLE-3 head and a small draft model start
+anew and take the processor time of both stages of DFlash. Takes more than an hour on one core; needs the package
+installed with its extra `train`.
 
     python build_scripts/make_example.py --output example/
-    python build_scripts/make_example.py --output example/ --target example/target   # keep a finished target
+    python build_scripts/make_example.py --output example/ --target example/target    # keep a finished target
+    python build_scripts/make_example.py --output example/ --only eagle3 draft-model  # beside what is there
 
 The last line printed is one JSON object with every figure.
 """
@@ -51,7 +53,11 @@ MAX_POSITIONS = 1024
 TRAINING_PROMPTS = 2000
 HELD_OUT_PER_TASK = 30
 TAPS = (1, 3, 4)
-DRAFTER = ("--block-size", "8", "--layers", "1", "--intermediate-size", "128", "--taps", ",".join(map(str, TAPS)))
+TAPPING = ("--intermediate-size", "128", "--taps", ",".join(map(str, TAPS)))
+DRAFTER = ("--block-size", "8", "--layers", "1", *TAPPING)
+EAGLE3 = ("--mode", "eagle3", "--draft-vocab", "160", *TAPPING)
+DRAFT_MODEL = ("--mode", "draft-model", "--layers", "2", "--hidden-size", "64", "--intermediate-size", "160")
+DRAFTERS = ("dflash", "dflow", "eagle3", "draft-model")
 SPECIAL_TOKENS = [END, TURN_START, TURN_END, MASK, PAD]
 
 console = Console(stderr=True)
@@ -70,7 +76,9 @@ class Stage:
 class DrafterStages:
     """How the drafters are trained: DFlash from scratch, then a second stage that goes on from it.
 
-    dflow_cost, self_cost: steps of a plain stage in the processor time of one DFlow step, and self-conditioned ones.
+    dflow_cost, self_cost: steps of a plain stage in the processor time of one DFlow step, and self-conditioned ones;
+    eagle3_cost, draft_model_cost: the same of EAGLE-3's and of a draft model's step, which have one stage. drafts: of a
+    round of the latter two, as many as a block has.
     """
 
     dflash_steps: int = 4000
@@ -79,12 +87,22 @@ class DrafterStages:
     dflow_rate: float = 5e-4
     dflow_cost: int = 5
     self_cost: int = 2
-    common: tuple[str, ...] = ("--chat", "--batch-size", "4", "--anchors", "12", "--max-new-tokens", "160")
+    eagle3_rate: float = 2e-3
+    eagle3_cost: float = 2.5
+    draft_model_rate: float = 5e-3
+    draft_model_cost: float = 0.5
+    drafts: tuple[str, ...] = ("--drafts", "7")
+    anchors: tuple[str, ...] = ("--anchors", "12")
+    common: tuple[str, ...] = ("--chat", "--batch-size", "4", "--max-new-tokens", "160")
 
     @property
     def dflash_long_steps(self) -> int:
         """Plain steps in the time of the DFlow stage."""
         return self.dflow_cost * self.dflow_steps
+
+    def steps_at(self, cost: float) -> int:
+        """Steps of one stage in the time of both of DFlash's."""
+        return round((self.dflash_steps + self.dflash_long_steps) / cost)
 
 
 STAGES = DrafterStages()
@@ -298,24 +316,34 @@ def make_pair(recipe: Recipe, output: Path, finished_target: Path | None) -> dic
         "mean_response_tokens": round(sum(len(one.response_ids) for one in held_out) / len(held_out), 1),
     }
     write_target_card(output / "target", recipe, figures, len(texts), seconds["target"])
+    return figures | {"seconds": seconds, **make_drafters(output, work_folder(output, recipe))}
+
+
+def work_folder(output: Path, recipe: Recipe) -> Path:
+    """Beside the output: the training prompts, and what training keeps."""
     work = output.with_name(output.name + ".work")
     work.mkdir(exist_ok=True)
     write_training_prompts(work / "training.jsonl", recipe.seed)
-    return figures | {"seconds": seconds, **make_drafters(output, work)}
+    return work
 
 
-def make_drafters(output: Path, work: Path) -> dict[str, Any]:
-    """The first stage, and the two drafters that go on from it; their figures."""
-    first, rate = work / "first", STAGES.dflow_rate
-    go_on = ("--from", str(first))
-    return {
-        "first": train(output, first, work, DRAFTER, STAGES.dflash_steps, STAGES.dflash_rate),
-        "dflash": train(output, output / "dflash", work, go_on, STAGES.dflash_long_steps, rate),
-        "dflow": train(output, output / "dflow", work, ("--mode", "dflow", *go_on), STAGES.dflow_steps, rate),
+def make_drafters(output: Path, work: Path, chosen: Sequence[str] = DRAFTERS) -> dict[str, Any]:
+    """The chosen drafters, and the first stage that those with blocks go on from; their figures."""
+    first, serial = work / "first", STAGES.drafts
+    block, go_on = STAGES.anchors, ("--from", str(first), *STAGES.anchors)
+    eagle3_steps, model_steps = STAGES.steps_at(STAGES.eagle3_cost), STAGES.steps_at(STAGES.draft_model_cost)
+    stages = {
+        "first": (first, (*DRAFTER, *block), STAGES.dflash_steps, STAGES.dflash_rate),
+        "dflash": (output / "dflash", go_on, STAGES.dflash_long_steps, STAGES.dflow_rate),
+        "dflow": (output / "dflow", ("--mode", "dflow", *go_on), STAGES.dflow_steps, STAGES.dflow_rate),
+        "eagle3": (output / "eagle3", (*EAGLE3, *serial), eagle3_steps, STAGES.eagle3_rate),
+        "draft-model": (output / "draft-model", (*DRAFT_MODEL, *serial), model_steps, STAGES.draft_model_rate),
     }
+    wanted = {*chosen, "first"} if {"dflash", "dflow"} & {*chosen} else {*chosen}
+    return {name: train(output, work, *stage) for name, stage in stages.items() if name in wanted}
 
 
-def train(pair: Path, drafter: Path, work: Path, flags: Sequence[str], steps: int, rate: float) -> dict[str, Any]:
+def train(pair: Path, work: Path, drafter: Path, flags: Sequence[str], steps: int, rate: float) -> dict[str, Any]:
     """One `dflow-trt train`; its figures."""
     files = ("--prompts", work / "training.jsonl", "--held-out-prompts", pair / "prompts.jsonl", "--output", drafter)
     run = ("--steps", steps, "--learning-rate", rate, "--threads", 1, "--cache", work / "cache", "--force", "--json")
@@ -404,17 +432,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder to write the pair to")
     parser.add_argument("--target", type=Path, help="a finished target folder to keep, instead of training one")
+    parser.add_argument(
+        "--only", nargs="+", choices=DRAFTERS, help="make these drafters, for the target and prompts that are there"
+    )
     parser.add_argument("--table", type=Path, help="table.md of ablation.py, for the DFlow drafter's card")
     parser.add_argument("--seed", type=int, default=Recipe.seed)
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     recipe = Recipe(seed=arguments.seed)
-    figures = make_pair(recipe, arguments.output, arguments.target)
-    finish_card(arguments.output / "dflash" / "README.md")
+    output = arguments.output
+    if arguments.only:
+        figures = make_drafters(output, work_folder(output, recipe), arguments.only)
+    else:
+        figures = make_pair(recipe, output, arguments.target)
     table = arguments.table and arguments.table.read_text(encoding="utf-8")
-    finish_card(arguments.output / "dflow" / "README.md", table)
-    print(json.dumps({"output": str(arguments.output), "recipe": asdict(recipe), **figures}))
+    for name in arguments.only or DRAFTERS:
+        finish_card(output / name / "README.md", table if name == "dflow" else None)
+    print(json.dumps({"output": str(output), "recipe": asdict(recipe), **figures}))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """A scripted runtime: the whole contract between decoder and engines, without an engine.
 
 The target's next token is a function of *every* token before it and of their positions, as they stand in the slot's
-cache; a draft is a function of the whole drafter context and of every relay input. So a wrong cache row, position, slot
-move, relay row or missing context call changes a token or a draft, or trips an assertion here. Rows that nobody may
-read are poisoned, arrays die with the next call of their engine, and what stays on the device is bound to its own pass.
+cache; a draft is a function of the whole drafter context and of every relay input, and a draft model's of every token
+in its own cache. So a wrong cache row, position, slot move, relay row or missing context call changes a token or a
+draft, or trips an assertion here. Rows that nobody may read are poisoned, arrays die with the next call of their engine,
+and what stays on the device is bound to its own pass.
 
 :func:`expect` says what one request alone must give, written from the method with absolute positions.
 
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from lookup import by_definition
 
 from dflow_trt import contract as c
 from dflow_trt.bundle import Bundle, DrafterEntry, Strategy
@@ -28,6 +30,9 @@ from dflow_trt.spec import (
     BuildSpec,
     DFlashSpec,
     DominoSpec,
+    DrafterSpec,
+    DraftModelSpec,
+    NgramSpec,
     RelaySpec,
     RelayStart,
     RopeSpec,
@@ -109,8 +114,20 @@ class Script:
         if self.rule == "wrong":
             return [(token + 1) % LIVE_VOCAB for token in true]
         key = mix(self.salt, *map(self.h, toy.states(committed).tolist()), anchor, *embeds)
-        draws = [mix(key, j) for j in range(len(true))]
-        return [t if d % 100 < self.percent else d // 100 % LIVE_VOCAB for t, d in zip(true, draws, strict=True)]
+        return [self._drawn(token, mix(key, j)) for j, token in enumerate(true)]
+
+    def speaks(self, toy: Toy, tokens: Sequence[int]) -> int:
+        """What a draft model says behind ``tokens``, all of them its own cache; EMPTY where one of them is missing."""
+        if EMPTY in tokens:
+            return EMPTY
+        true = toy.next(int(toy.states(tokens)[-1]))
+        if self.rule == "mixed":
+            return self._drawn(true, mix(self.salt, *tokens))
+        return true if self.rule == "self" else (true + 1) % LIVE_VOCAB
+
+    def _drawn(self, true: int, draw: int) -> int:
+        """The right token with ``percent``, else any."""
+        return true if draw % 100 < self.percent else draw // 100 % LIVE_VOCAB
 
 
 def embedding(token: int, relayed: tuple[int, int, int] | None = None) -> int:
@@ -149,8 +166,29 @@ def drafter_spec(name: str, block_size: int, relay: RelayStart | None, shifted: 
     )
 
 
+def draft_model_spec(name: str, drafts: int, heads_per_group: int = 2) -> DraftModelSpec:
+    """One layer of the target's vocabulary."""
+    return DraftModelSpec(name, None, target_spec(heads_per_group, 128), drafts)
+
+
+def target_spec(heads_per_group: int, max_position: int, eos_ids: tuple[int, ...] = ()) -> TargetSpec:
+    return TargetSpec(
+        stack=stack_spec(heads_per_group),
+        vocab_size=VOCAB_SIZE,
+        live_vocab=LIVE_VOCAB,
+        tied_head=True,
+        max_position=max_position,
+        eos_ids=eos_ids,
+        bos_id=None,
+        pad_id=None,
+        checkpoint_dtype="float32",
+        architecture="Qwen3ForCausalLM",
+        licence=None,
+    )
+
+
 def make_bundle(
-    drafters: Iterable[DFlashSpec] = (),
+    drafters: Iterable[DrafterSpec] = (),
     *,
     max_batch_size: int = 4,
     max_input_len: int = 80,
@@ -160,19 +198,7 @@ def make_bundle(
     heads_per_group: int = 2,
 ) -> Bundle:
     """A bundle for the fake: specs alone, no files."""
-    target = TargetSpec(
-        stack=stack_spec(heads_per_group),
-        vocab_size=VOCAB_SIZE,
-        live_vocab=LIVE_VOCAB,
-        tied_head=True,
-        max_position=max_seq_len,
-        eos_ids=eos_ids,
-        bos_id=None,
-        pad_id=None,
-        checkpoint_dtype="float32",
-        architecture="Qwen3ForCausalLM",
-        licence=None,
-    )
+    target = target_spec(heads_per_group, max_seq_len, eos_ids)
     build = BuildSpec(
         backend="onnxruntime",
         dtype="float32",
@@ -227,10 +253,14 @@ class FakeRuntime:
         self.slots = slots or bundle.build.max_batch_size
         self._contracts = {(contract.engine, name): contract for name, contract in bundle.contracts()}
         self._min_rows = 2 if bundle.target.stack.heads_per_group == 1 else 1
-        self._specs = {spec.name: spec for spec in bundle.specs}
-        assert set(self.scripts) == set(self._specs)
+        self._max_rows = max(bundle.build.max_num_tokens, 2 * self.slots)
+        self._specs = {spec.name: spec for spec in bundle.specs if isinstance(spec, DFlashSpec)}
+        models = [spec for spec in bundle.specs if isinstance(spec, DraftModelSpec)]
+        self._model_rows = {spec.name: 2 if spec.model.stack.heads_per_group == 1 else 1 for spec in models}
+        assert set(self.scripts) == {*self._specs, *self._model_rows}
         shape = (self.slots, bundle.cache_rows)
         self._tokens_SL = np.full(shape, EMPTY)
+        self._read_SL = {name: np.full(shape, EMPTY) for name in self._model_rows}
         self._context = {name: np.zeros(shape, np.uint64) for name in self._specs}
         self._pending = {name: np.zeros((self.slots, spec.block_size), np.uint64) for name, spec in self._specs.items()}
         self._pass: _Device | None = None
@@ -262,6 +292,8 @@ class FakeRuntime:
             outputs = self._run_context(str(drafter), slots, feeds)
         elif engine == c.RELAY:
             outputs = self._relay(str(drafter), slots, feeds)
+        elif drafter in self._model_rows:
+            outputs = self._model(str(drafter), slots, feeds)
         else:
             outputs = self._draft(str(drafter), slots, feeds)
         given = [outputs[name] for name in fetch]
@@ -287,7 +319,8 @@ class FakeRuntime:
         assert 0 <= a < self.slots
         assert 0 <= b < self.slots
         assert 0 <= rows <= self._tokens_SL.shape[1]
-        for cache, empty in [(self._tokens_SL, EMPTY), *((cache, NOTHING) for cache in self._context.values())]:
+        tokens = [(cache, EMPTY) for cache in (self._tokens_SL, *self._read_SL.values())]
+        for cache, empty in [*tokens, *((cache, NOTHING) for cache in self._context.values())]:
             cache[[a, b], :rows] = cache[[b, a], :rows]
             cache[[a, b], rows:] = empty  # what a move leaves behind is nobody's
         for pending in self._pending.values():
@@ -433,6 +466,22 @@ class FakeRuntime:
             drafts_BK[i] = script.drafts(self.toy, committed, int(anchor_B[i]), embeds_BJ[i].tolist(), count)
         return {c.DRAFT_IDS.name: drafts_BK}
 
+    def _model(self, drafter: str, slots: range, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """A draft model: all that it knows is in its own cache. Of a row without tokens it writes id 0, as of any."""
+        ids_BS, start_B, row_B = feeds[c.INPUT_IDS.name], feeds[c.WRITE_INDEX.name], feeds[c.LOGIT_ROWS.name][:, 0]
+        width = ids_BS.shape[1]
+        assert width >= self._model_rows[drafter], "one row of one head a group takes another way through the engine"
+        assert ids_BS.size <= self._max_rows, "more rows than any call may have"
+        assert ((ids_BS >= 0) & (ids_BS < VOCAB_SIZE)).all()
+        assert ((row_B >= 0) & (row_B < width)).all()
+        next_BR = np.full((len(slots), 1), EMPTY)
+        for i, (slot, start, row) in enumerate(zip(slots, start_B.tolist(), row_B.tolist(), strict=True)):
+            cache = self._read_SL[drafter][slot]
+            cache[start : start + width] = EMPTY  # padding is written too, over whatever lay there
+            cache[start : start + row + 1] = ids_BS[i, : row + 1]
+            next_BR[i, 0] = self.scripts[drafter].speaks(self.toy, cache[: start + row + 1].tolist())
+        return {c.NEXT_IDS.name: next_BR}
+
 
 # -- what must come out ------------------------------------------------------------------------------------------------
 
@@ -471,7 +520,7 @@ class _Oracle:
         self.tokens = list(request.prompt_ids)
         self.limit = min(params.max_tokens, bundle.build.max_seq_len - len(self.tokens))
         self.spec = bundle.drafters[self.strategy.drafter].spec if self.strategy.drafter else None
-        self.script = scripts[self.strategy.drafter] if self.strategy.drafter else None
+        self.script = scripts.get(self.strategy.drafter) if self.strategy.drafter else None
 
     def run(self) -> Expected:
         rounds: list[Round] = []
@@ -491,7 +540,7 @@ class _Oracle:
                     break
             rounds.append(Round(position, (anchor, *drafts), accepted, relayed))
             left = {}
-            if accepted < len(drafts) and self.script is not None:
+            if accepted < len(drafts) and self.script is not None and isinstance(self.spec, DFlashSpec):
                 left = {position + i: self.script.h(state) for i, state in enumerate(rows)}
                 pair = self.tokens[-1], drafts[accepted]
         return Expected(tuple(self.tokens[len(self.request.prompt_ids) :]), reason, tuple(rounds))
@@ -499,14 +548,19 @@ class _Oracle:
     def _drafts(self, left: Mapping[int, int], pair: tuple[int, int]) -> tuple[list[int], int]:
         """This round's drafts, and how many of their slots were relayed."""
         remaining = self.limit - (len(self.tokens) - len(self.request.prompt_ids))
-        if self.spec is None or self.script is None:
+        if self.spec is None:
             return [], 0
-        count = self.spec.block_size if self.spec.head else self.spec.block_size - 1  # a head here is a shifted one
-        wanted = min(count, remaining - 1)
+        wanted = min(self.spec.num_drafts, remaining - 1)
         if self.request.draft_tokens is not None:
             wanted = min(wanted, self.request.draft_tokens)
         if wanted <= 0:
             return [], 0
+        if isinstance(self.spec, NgramSpec):
+            return by_definition(self.tokens, self.spec.min_match, self.spec.max_match, wanted), 0
+        assert self.script is not None
+        if isinstance(self.spec, DraftModelSpec):
+            return self._spoken(self.script, wanted), 0
+        assert isinstance(self.spec, DFlashSpec)
         position, mask, embeds, relayed = len(self.tokens) - 1, self.spec.mask_token_id, [], 0
         for j in range(self.spec.block_size):
             first = 2 if self.spec.relay and self.spec.relay.start == "after_rejection" else 1
@@ -514,7 +568,15 @@ class _Oracle:
             relayed += source is not None
             token = mask if j else self.tokens[-1]
             embeds.append(embedding(token, None if source is None else (*pair, source)))
-        return self.script.drafts(self.toy, self.tokens[:-1], self.tokens[-1], embeds, count)[:wanted], relayed
+        drafts = self.script.drafts(self.toy, self.tokens[:-1], self.tokens[-1], embeds, self.spec.num_drafts)
+        return drafts[:wanted], relayed
+
+    def _spoken(self, script: Script, count: int) -> list[int]:
+        """A draft model's drafts, each said behind the ones before it."""
+        text = list(self.tokens)
+        for _ in range(count):
+            text.append(script.speaks(self.toy, text))
+        return text[len(self.tokens) :]
 
     def _emit(self) -> str | None:
         """The target's next token; why the request ends with it, or None."""

@@ -74,10 +74,15 @@ def _as_engines(bundle: Bundle) -> dict[str, FileEntry]:
 
 
 def profiles(bundle: Bundle) -> dict[str, list[dict[str, tuple[int, int]]]]:
-    """What the compiler builds, the profiles in either order; one alone where no S is."""
+    """What the compiler builds for each engine, the profiles in either order; one alone where no S is."""
     ranges = phases(bundle).values()
     decode, prefill = ({dim: (each.least, each.most) for dim, each in phase.items()} for phase in ranges)
-    return {c.TARGET: [decode, prefill], c.CONTEXT: [prefill, decode], c.RELAY: [decode], c.DRAFTER: [decode]}
+    found = {}
+    for name, contract in bundle.contracts():
+        both = [prefill, decode] if contract.engine == c.CONTEXT else [decode, prefill]
+        takes_passes = any("S" in spec.dims for spec in contract.inputs)
+        found[bundle.graph_path(contract.engine, name).stem] = both if takes_passes else [decode]
+    return found
 
 
 __all__ = ["VERSIONS", "Gpu", "install", "offer"]

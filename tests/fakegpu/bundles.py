@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from draft_sources import draft_sources
 from tiny import Config, make_drafter, make_target
 
 from dflow_trt.build import BuildOptions, DrafterSource, build_bundle
@@ -32,8 +33,18 @@ SAMPLINGS: Sequence[dict[str, Any]] = (
 )
 
 
-def tiny_bundle(folder: Path, drafters: Mapping[str, Config] = DRAFTERS, int8: bool = False, **target: Any) -> Bundle:
-    """A random pair, built for ONNX Runtime: 8 slots, prompts of 120, sequences of 192."""
+def tiny_bundle(
+    folder: Path,
+    drafters: Mapping[str, Config] = DRAFTERS,
+    int8: bool = False,
+    models: Mapping[str, Config | None] | None = None,
+    lookup: Mapping[str, int] | None = None,
+    **target: Any,
+) -> Bundle:
+    """A random pair, built for ONNX Runtime: 8 slots, prompts of 120, sequences of 192.
+
+    models, lookup: see :func:`draft_sources.draft_sources`.
+    """
     config = make_target(folder / "target", vocab_size=VOCAB, eos=[1], **target)
     for name, keys in drafters.items():
         make_drafter(folder / name, config, **keys)
@@ -45,6 +56,7 @@ def tiny_bundle(folder: Path, drafters: Mapping[str, Config] = DRAFTERS, int8: b
         target_weights="int8" if int8 else "float",
     )
     sources = [DrafterSource(folder / name, name) for name in drafters]
+    sources += draft_sources(folder, VOCAB, models or {}, lookup)
     return build_bundle(folder / "target", sources, folder / "bundle", options, self_check="off")
 
 

@@ -52,7 +52,7 @@ class _File:
         self.session = self._sessions[path]
         self.inputs = {i.name: self._tensor(gpu, i) for i in self.session.get_inputs()}
         self.outputs = {o.name: self._tensor(gpu, o) for o in self.session.get_outputs()}
-        self.profiles = gpu.profiles[self.name.rpartition(".")[2]]
+        self.profiles = gpu.profiles[self.name]
 
     @staticmethod
     def _tensor(gpu: Gpu, value: Any) -> _Tensor:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from draft_sources import LOOKUP, MODEL, draft_sources
 from tiny import Config, make_drafter, make_target
 
 from dflow_trt.build import BuildOptions, DrafterSource, build_bundle
@@ -21,17 +22,6 @@ PEERS: dict[str, Any] = {"num_key_value_heads": 4}
 WINDOW: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}
 FLASH: Config = {"block_size": 5, "taps": (1, 0), "seed": 3}
 FLOW: Config = {"block_size": 8, "relay": True}
-MODEL: Config = {
-    "seed": 6,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 48,
-    "tied": True,
-    "theta": 5000.0,
-}
-MODEL_DRAFTS = 5
-LOOKUP = {"min": 1, "max": 3, "drafts": 7}
 
 
 @dataclass(frozen=True)
@@ -51,8 +41,7 @@ class Pair:
 class Variant:
     """How one tiny pair differs from the plain one; drafters by name, as ``make_drafter`` takes them.
 
-    models: draft models by name, as ``make_target`` takes them; None is the target itself. lookup: settings of ngram,
-    or None for a bundle without it.
+    models, lookup: see :func:`draft_sources.draft_sources`.
     """
 
     target: Mapping[str, Any]
@@ -92,21 +81,10 @@ def build_tiny(folder: Path, variant: Variant) -> Pair:
         target_weights=variant.weights,
         draft_weights=variant.draft_weights,
     )
-    bundle = build_bundle(folder / "target", _sources(folder, variant), folder / "bundle", options)
-    return Pair(bundle, folder / "target", OrtRuntime(bundle, threads=1))
-
-
-def _sources(folder: Path, variant: Variant) -> list[DrafterSource]:
-    """Every drafter of a variant; draft models are written first."""
     sources = [DrafterSource(folder / name, name) for name in variant.drafters]
-    for name, keys in variant.models.items():
-        if keys is not None:
-            make_target(folder / name, vocab_size=VOCAB, **keys)
-        place = "target" if keys is None else name
-        sources.append(DrafterSource(folder / place, name, {"drafts": MODEL_DRAFTS}))
-    if variant.lookup is not None:
-        sources.append(DrafterSource(Path("ngram"), settings=variant.lookup))
-    return sources
+    sources += draft_sources(folder, VOCAB, variant.models, variant.lookup)
+    bundle = build_bundle(folder / "target", sources, folder / "bundle", options)
+    return Pair(bundle, folder / "target", OrtRuntime(bundle, threads=1))
 
 
 class PoisonedRuntime:

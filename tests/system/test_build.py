@@ -198,6 +198,20 @@ def test_the_estimate_is_a_close_upper_bound(tmp_path: Path, name: str, drafted:
     assert written <= estimate <= 1.6 * written, estimate / written
 
 
+@pytest.mark.parametrize("form", ["float", "int8"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_estimate_counts_a_draft_model_and_its_tables(tmp_path: Path, tied: bool, form: Any) -> None:
+    make_target(tmp_path / "target", **WIDE)
+    make_target(tmp_path / "small", **{**WIDE, "hidden_size": 128}, num_hidden_layers=1, tied=tied)
+    sources = [DrafterSource(tmp_path / "small"), DrafterSource(Path("ngram"))]
+    options = BuildOptions(draft_weights=form)
+    bundle = build_bundle(tmp_path / "target", sources, tmp_path / "bundle", options, self_check="off")
+    target = read_target(tmp_path / "target")
+    estimate = estimate_bytes(target, building.read_drafters(sources, target), bundle.build)
+    written = sum(entry.size for entry in bundle.files.values())
+    assert written <= estimate <= 1.6 * written, estimate / written
+
+
 def test_too_little_disk_is_said_before_anything_is_written(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from draft_sources import LOOKUP, MODEL, MODEL_DRAFTS
 from lookup import by_definition
-from pairs import FLASH, FLOW, LOOKUP, MODEL, MODEL_DRAFTS, PEERS, VOCAB, Pair, PoisonedRuntime, Variant, build_tiny
+from pairs import FLASH, FLOW, PEERS, VOCAB, Pair, PoisonedRuntime, Variant, build_tiny
 from tiny import make_target
 
 from dflow_trt import contract as c

@@ -253,10 +253,8 @@ def test_files_of_a_draft_model_are_checked(made: Path, tmp_path: Path, name: st
     (path / name).unlink()
     assert f"{name}: listed in dflow.json but missing" in refusal(path, verify=False)
     edit(path, lambda data: data["files"].pop(name))
-    message = refusal(path)
-    assert (
-        f"engine {name} is not listed" if name.endswith(".onnx") else "changed since the bundle was built"
-    ) in message
+    changed = f"engine {name} is not listed" if name.endswith(".onnx") else "changed since the bundle was built"
+    assert changed in refusal(path)
 
 
 SECTIONS: dict[str, Callable[[Data], Data]] = {

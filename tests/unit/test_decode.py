@@ -268,17 +268,22 @@ class Plan:
     temperature: float
 
 
-PLANS = st.builds(
-    Plan,
-    length=st.integers(1, 80),
-    max_tokens=st.integers(1, 30),
-    strategy=st.sampled_from(STRATEGIES),
-    draft_tokens=st.none() | st.integers(0, 9),
-    arrival=st.integers(0, 12),
-    cancel=st.none() | st.integers(0, 15),
-    hold_percent=st.sampled_from([0, 0, 30, 70]),
-    temperature=st.sampled_from([0.0, 0.0, 0.7]),
-)
+def plans_of(strategies: Sequence[str]) -> st.SearchStrategy[list[Plan]]:
+    """The requests of a random run."""
+    plan = st.builds(
+        Plan,
+        length=st.integers(1, 80),
+        max_tokens=st.integers(1, 30),
+        strategy=st.sampled_from(strategies),
+        draft_tokens=st.none() | st.integers(0, 9),
+        arrival=st.integers(0, 12),
+        cancel=st.none() | st.integers(0, 15),
+        hold_percent=st.sampled_from([0, 0, 30, 70]),
+        temperature=st.sampled_from([0.0, 0.0, 0.7]),
+    )
+    return st.lists(plan, min_size=1, max_size=9)
+
+
 BUILDS = st.fixed_dictionaries(
     {
         "max_batch_size": st.integers(1, 5),
@@ -291,10 +296,15 @@ BUILDS = st.fixed_dictionaries(
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(PLANS, min_size=1, max_size=9), BUILDS, st.integers(0, 2**32))
+@given(plans_of(STRATEGIES), BUILDS, st.integers(0, 2**32))
 def test_no_schedule_changes_a_token_or_a_draft(plans: list[Plan], build: dict[str, Any], seed: int) -> None:
     """Arrivals, lengths, strategies, cancels in any phase, holds, shorter verifies and chunk budgets, all mixed."""
-    bench, rng = make_bench(**build), np.random.default_rng(seed)
+    check_schedule(make_bench(**build), plans, seed)
+
+
+def check_schedule(bench: Bench, plans: Sequence[Plan], seed: int) -> None:
+    """Every request gives what it gives alone, or, where it was cancelled, the beginning of that."""
+    rng = np.random.default_rng(seed)
     requests = [
         bench.request(
             prompt(i, plan.length, seed),
@@ -325,7 +335,7 @@ def test_no_schedule_changes_a_token_or_a_draft(plans: list[Plan], build: dict[s
                 assert request.id not in bench.unfinished, "a cancelled request ends at the next step"
     for request in requests:
         if known.get(request.id):
-            wanted = expect(bench.bundle, TOY, SCRIPTS, request)
+            wanted = expect(bench.bundle, TOY, bench.scripts, request)
             assert bench.last[request.id].finish_reason == "cancelled"
             count = len(bench.tokens[request.id])
             assert tuple(bench.tokens[request.id]) == wanted.tokens[:count]
@@ -393,21 +403,28 @@ class Turn:
     cancel: bool
 
 
-TURNS = st.builds(
-    Turn,
-    text=st.integers(0, 1),
-    shared=st.integers(0, 60),
-    tail=st.integers(1, 15),
-    strategy=st.sampled_from(STRATEGIES),
-    arrival=st.integers(0, 60),
-    cancel=st.booleans(),
-)
+def turns_of(strategies: Sequence[str]) -> st.SearchStrategy[list[Turn]]:
+    """The requests of such a run."""
+    turn = st.builds(
+        Turn,
+        text=st.integers(0, 1),
+        shared=st.integers(0, 60),
+        tail=st.integers(1, 15),
+        strategy=st.sampled_from(strategies),
+        arrival=st.integers(0, 60),
+        cancel=st.booleans(),
+    )
+    return st.lists(turn, min_size=2, max_size=14)
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(TURNS, min_size=2, max_size=14), st.integers(1, 4), st.sampled_from(["fixed", "adaptive"]))
+@given(turns_of(STRATEGIES), st.integers(1, 4), st.sampled_from(["fixed", "adaptive"]))
 def test_shared_beginnings_in_any_order_change_no_token(turns: list[Turn], slots: int, policy: Any) -> None:
-    bench = make_bench(max_batch_size=slots, max_num_tokens=60, eos_ids=())
+    check_turns(make_bench(max_batch_size=slots, max_num_tokens=60, eos_ids=()), turns, policy)
+
+
+def check_turns(bench: Bench, turns: Sequence[Turn], policy: Any) -> None:
+    """Every request gives what it gives alone and cold."""
     bench.decoder = Decoder(bench.bundle, bench.runtime, draft_policy=policy)
     texts, rng = [prompt(1, 60), prompt(2, 60)], np.random.default_rng(len(turns))
     requests = [
@@ -428,7 +445,7 @@ def test_shared_beginnings_in_any_order_change_no_token(turns: list[Turn], slots
         bench.step()
     bench.drain()
     for request in requests:
-        wanted, found = expect(bench.bundle, TOY, SCRIPTS, request), bench.tokens[request.id]
+        wanted, found = expect(bench.bundle, TOY, bench.scripts, request), bench.tokens[request.id]
         assert tuple(found) == wanted.tokens[: len(found)]
         if bench.last[request.id].finish_reason != "cancelled":
             assert len(found) == 6

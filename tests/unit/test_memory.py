@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,17 @@ from dflow_trt.graphs.store import ALIGNMENT
 from dflow_trt.memory import plan_memory, unbuilt
 from dflow_trt.plan import Plan, make_plan, parse_size
 from dflow_trt.runtime.ort import OrtRuntime
-from dflow_trt.spec import DType
+from dflow_trt.spec import DFlashSpec, DrafterSpec, DraftModelSpec, DType
 
 Config = dict[str, Any]
 LIMITS: Config = {"max_batch_size": 4, "max_input_len": 60, "max_seq_len": 96, "max_num_tokens": 48}
 FLASH: Config = {"block_size": 5, "taps": (1, 0), "seed": 3}
 FLOW: Config = {"block_size": 8, "relay": True}
-# target settings, drafters, build options
+SMALL: Config = {"hidden_size": 32, "num_hidden_layers": 2, "num_key_value_heads": 1, "seed": 5}
+TIED: Config = {"hidden_size": 96, "num_hidden_layers": 1, "tied": True, "seed": 6}
+LOOKUP: Config = {"drafts": 9}
+MODELS = ("small", "tied")
+# target settings, drafters (those of MODELS as targets are made, ngram by its settings), build options
 CASES: dict[str, tuple[Config, dict[str, Config], Config]] = {
     "defaults": ({}, {"flow": FLOW}, {}),
     "no drafter": ({}, {}, {}),
@@ -48,6 +52,15 @@ CASES: dict[str, tuple[Config, dict[str, Config], Config]] = {
         {"second": {"dflash2": {"conv_kernel_size": 5, "conv_group_size": 2}, "dtype": "bfloat16"}},
         {"draft_weights": "float"},
     ),
+    "draft models": ({}, {"flow": FLOW, "small": SMALL, "tied": TIED, "ngram": LOOKUP}, {"max_num_tokens": 96}),
+    "float draft models": ({}, {"small": SMALL, "tied": TIED}, {"draft_weights": "float"}),
+    "draft models of dead ids": (
+        {"tokenizer": 250, "vocab_size": 300},
+        {"small": {**SMALL, "tokenizer": 250, "vocab_size": 400}, "tied": {**TIED, "tokenizer": 250}},
+        {"draft_weights": "float", "target_weights": "int8"},
+    ),
+    "a bfloat16 draft model": ({}, {"tied": {**TIED, "dtype": "bfloat16"}}, {}),
+    "lookup alone": ({}, {"ngram": LOOKUP}, {}),
     "scales in the data file": ({"hidden_size": 32, "intermediate_size": 16400}, {"flow": FLOW}, {}),
 }
 
@@ -62,8 +75,7 @@ class Built:
     options: BuildOptions
 
     def plan(self, **given: Any) -> Plan:
-        sources = [DrafterSource(self.folder / name, name) for name in self.drafters]
-        return make_plan(self.folder / "target", sources, self.options, **given)
+        return make_plan(self.folder / "target", sources(self.folder, self.drafters), self.options, **given)
 
 
 @pytest.fixture(scope="module")
@@ -79,13 +91,23 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Built]:
     return get
 
 
+def sources(folder: Path, names: Iterable[str]) -> list[DrafterSource]:
+    return [
+        DrafterSource(Path(name), settings=LOOKUP) if name == "ngram" else DrafterSource(folder / name, name)
+        for name in names
+    ]
+
+
 def build(folder: Path, target: Mapping[str, Any], drafters: Mapping[str, Config], options: Config) -> Built:
     config = make_target(folder / "target", **target)
     for name, keys in drafters.items():
-        make_drafter(folder / name, config, **keys)
+        if name in MODELS:
+            make_target(folder / name, **keys)
+        elif name != "ngram":
+            make_drafter(folder / name, config, **keys)
     chosen = BuildOptions(**{**LIMITS, **options})
-    sources = [DrafterSource(folder / name, name) for name in drafters]
-    bundle = build_bundle(folder / "target", sources, folder / "bundle", chosen, self_check="off")
+    made = sources(folder, drafters)
+    bundle = build_bundle(folder / "target", made, folder / "bundle", chosen, self_check="off")
     return Built(bundle, folder, tuple(drafters), chosen)
 
 
@@ -102,9 +124,17 @@ def test_data_files_are_planned_within_a_page_a_tensor(built: Callable[[str], Bu
     planned = unbuilt(bundle.target, {spec.name: spec for spec in bundle.specs}, bundle.build)
     wanted, found = data_files(bundle), data_files(planned)
     assert found.keys() == wanted.keys()
-    tensors = target_tensors(bundle.target).keys() | {name for s in bundle.specs for name in drafter_tensors(s)}
+    shapes = [target_tensors(bundle.target), *map(tensors_of, bundle.specs)]
+    tensors = {name for each in shapes for name in each}
     for name, size in wanted.items():
         assert size <= found[name] <= size + ALIGNMENT * (len(tensors) + 8), name
+
+
+def tensors_of(spec: DrafterSpec) -> Mapping[str, Any]:
+    """Of a drafter's checkpoint."""
+    if isinstance(spec, DraftModelSpec):
+        return target_tensors(spec.model)
+    return drafter_tensors(spec) if isinstance(spec, DFlashSpec) else {}
 
 
 @pytest.mark.parametrize("keys", [FLOW, {"dflash2": {"selector_rank": 200, "conv_group_size": 1}}])
@@ -115,6 +145,16 @@ def test_a_plan_of_a_larger_pair_is_within_a_hundredth(tmp_path: Path, keys: Con
     pair = build(tmp_path, wide, {"draft": {**keys, "num_hidden_layers": 1}}, forms)
     written = sum(data_files(pair.bundle).values())
     assert written <= pair.plan().memory.weights <= 1.01 * written
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("form", ["int8", "float"])
+def test_a_plan_of_a_larger_draft_model_is_within_a_hundredth(tmp_path: Path, tied: bool, form: str) -> None:
+    wide = {"hidden_size": 384, "intermediate_size": 1024, "vocab_size": 4000}
+    pair = build(tmp_path, {"vocab_size": 4000}, {"small": {**wide, "tied": tied}}, {"draft_weights": form})
+    written = sum(data_files(pair.bundle).values())
+    assert written <= pair.plan().memory.weights <= 1.01 * written
+    assert plan_memory(pair.bundle).weights == written
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -149,7 +189,9 @@ def test_onnxruntime_shares_one_table_but_packs_float_heads(built: Callable[[str
 # -- what the runtime allocates ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", ["defaults", "no drafter", "two drafters", "causal heads"])
+@pytest.mark.parametrize(
+    "case", ["defaults", "no drafter", "two drafters", "causal heads", "draft models", "lookup alone"]
+)
 def test_buffers_are_those_of_the_cpu_runtime(built: Callable[[str], Built], case: str) -> None:
     bundle = built(case).bundle
     plan, runtime = plan_memory(bundle, 3), OrtRuntime(bundle, threads=1, slots=3)
@@ -177,8 +219,9 @@ def largest_calls(bundle: Bundle, runtime: OrtRuntime, slots: int) -> None:
         runtime.run(contract.engine, name, range(slots), feeds, fetch)
 
 
-def test_a_plan_from_the_checkpoints_is_that_of_the_bundle(built: Callable[[str], Built]) -> None:
-    pair = built("causal heads")
+@pytest.mark.parametrize("case", ["causal heads", "draft models", "draft models of dead ids"])
+def test_a_plan_from_the_checkpoints_is_that_of_the_bundle(built: Callable[[str], Built], case: str) -> None:
+    pair = built(case)
     planned, found = dataclasses.asdict(pair.plan().memory), dataclasses.asdict(plan_memory(pair.bundle))
     weights = {"target_weights", "draft_weights", "vocabulary"}
     assert {k: v for k, v in planned.items() if k not in weights} == {

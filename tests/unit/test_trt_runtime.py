@@ -9,13 +9,17 @@ from typing import Any
 import fakegpu
 import numpy as np
 import pytest
+from draft_sources import LOOKUP, MODEL
 from fakegpu.bundles import DRAFTERS, VOCAB, make_jobs, run_jobs, tiny_bundle, tokens
 
 from dflow_trt import contract as c
 from dflow_trt.bundle import Bundle
-from dflow_trt.memory import plan_memory
+from dflow_trt.decode import Decoder
 from dflow_trt.feeds import positions
+from dflow_trt.memory import plan_memory
+from dflow_trt.method.policy import Candidate, FixedLength
 from dflow_trt.method.sampling import SamplingParams
+from dflow_trt.request import Request
 from dflow_trt.runtime.base import Array
 from dflow_trt.runtime.ort import OrtRuntime
 from dflow_trt.runtime.trt import TrtRuntime, runtime
@@ -27,6 +31,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sliding window": {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1},
     "int8 target": {"int8": True},
     "no drafters": {"drafters": {}},
+    "draft models": {
+        "drafters": {"dflow": DRAFTERS["dflow"]},
+        "models": {"self": None, "model": {**MODEL, "num_key_value_heads": 1}},
+        "lookup": LOOKUP,
+    },
     "dflash2": {
         "drafters": {
             "dflash2": {"block_size": 6, "seed": 5, "dflash2": {}},
@@ -149,7 +158,7 @@ def test_requests_that_join_wait_and_leave_get_what_onnxruntime_gives(
     assert run_jobs(bundle, start(bundle, version), jobs) == reference(bundle, jobs)
 
 
-@pytest.mark.parametrize("variant", ["plain", "heads are kv heads", "sliding window"])
+@pytest.mark.parametrize("variant", ["plain", "heads are kv heads", "sliding window", "draft models"])
 def test_garbage_wherever_nothing_live_lies_changes_nothing(
     build: Build, start: Start, gpu: fakegpu.Gpu, variant: str
 ) -> None:
@@ -165,6 +174,35 @@ def test_fewer_slots_than_the_bundle_was_built_for(build: Build, start: Start, s
     small = replace(bundle, build=replace(bundle.build, max_batch_size=slots))
     jobs = make_jobs(bundle, 12, seed=2)
     assert run_jobs(small, start(bundle, slots=slots), jobs) == reference(small, jobs)
+
+
+class Rest(FixedLength):
+    """No drafts for sixty rounds, then all."""
+
+    def __init__(self) -> None:
+        self._left = 60
+
+    def lengths(self, requests: Sequence[Candidate | None]) -> list[int]:
+        self._left -= 1
+        return super().lengths([request if self._left < 0 else None for request in requests])
+
+
+def test_what_draft_models_have_not_read_for_long_is_read_in_calls_that_have_room(build: Build, start: Start) -> None:
+    """Sixty tokens of each of eight requests: far more rows than a call may have."""
+    bundle, found = build("draft models"), []
+    params, rng = SamplingParams(max_tokens=80, ignore_eos=True), np.random.default_rng(0)
+    prompts = rng.integers(2, VOCAB, (8, 9)).tolist()
+    for each in (start(bundle), OrtRuntime(bundle, threads=1)):
+        decoder = Decoder(bundle, each)
+        decoder._policy = Rest()
+        for i, ids in enumerate(prompts):
+            decoder.submit(Request(str(i), ids, params, bundle.strategy(["self", "model"][i % 2]), seed=i))
+        rounds = []
+        while not decoder.idle:
+            rounds.append([(e.request_id, e.tokens, e.num_accepted) for e in decoder.step().emissions])
+        found.append(rounds)
+    assert found[0] == found[1]
+    assert sum(accepted for each in found[0] for id, _, accepted in each if int(id) % 2 == 0) > 20
 
 
 def test_an_engine_that_cannot_be_captured_is_run_step_by_step(build: Build, start: Start, gpu: fakegpu.Gpu) -> None:
