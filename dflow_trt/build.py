@@ -16,15 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-import onnx_ir as ir
-
 from dflow_trt import contract as c
 from dflow_trt.bundle import Bundle, DrafterEntry, FileEntry, engine_file, file_sha256, open_bundle, write_manifest
 from dflow_trt.checkpoint.folder import DrafterCheckpoint
 from dflow_trt.checkpoint.names import EMBEDDING, HEAD
 from dflow_trt.checkpoint.target import TargetCheckpoint, read_target
-from dflow_trt.checkpoint.weights import Array, Weights
+from dflow_trt.checkpoint.weights import Weights
 from dflow_trt.compile import onnxruntime
 from dflow_trt.compile.backends import choose_backend
 from dflow_trt.compile.base import Backend, EngineOptions
@@ -455,33 +452,14 @@ def _write_vocabulary(
     spec, weights = target.spec, target.weights
     columns, head_name = c.vocab_columns(spec.vocab_size), EMBEDDING if spec.tied_head else HEAD
     shared = spec.tied_head and "float" in forms
-    embed = _table(weights, EMBEDDING, "embed", columns, dtype if shared else spec.checkpoint_dtype, data)
-    head = embed if shared else None
+    embed_dtype = NUMPY[dtype if shared else spec.checkpoint_dtype]
+    embed = store.table(data, weights, EMBEDDING, "vocab.embed", columns, embed_dtype)
+    head, head_int8 = embed if shared else None, None
     if "float" in forms and not shared:
-        head = _table(weights, head_name, "head", columns, dtype, data)
-    head_int8 = _int8_table(weights, head_name, columns, data) if "int8" in forms else None
+        head = store.table(data, weights, head_name, "vocab.head", columns, NUMPY[dtype])
+    if "int8" in forms:
+        head_int8 = store.int8_table(data, weights, head_name, "vocab.head_int8", columns)
     return Vocabulary(embed, head, head_int8, dead_columns(spec.live_vocab, columns))
-
-
-def _table(
-    weights: Weights, name: str, label: str, columns: int, dtype: DType, data: store.WeightFile
-) -> ir.ExternalTensor:
-    """[V,E], zero rows up to V; streamed."""
-    rows, width = weights.shape(name)
-
-    def chunks() -> Iterator[Array]:
-        for _, chunk in store.row_chunks(weights, name):
-            yield chunk
-        yield np.zeros((columns - rows, width), NUMPY[dtype])
-
-    return data.add_chunks(f"vocab.{label}", (columns, width), NUMPY[dtype], chunks())
-
-
-def _int8_table(
-    weights: Weights, name: str, columns: int, data: store.WeightFile
-) -> tuple[ir.ExternalTensor, ir.ExternalTensor]:
-    array, scale = store.quantised(weights, [name], padded=columns)
-    return data.add("vocab.head_int8", array), data.add("vocab.head_int8_scale", scale)
 
 
 def _versions() -> dict[str, str]:

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from dflow_trt import contract as c
-from dflow_trt.spec import BuildSpec, DFlashSpec, DraftModelSpec, DrafterSpec, Eagle3Spec, NgramSpec, TargetSpec
+from dflow_trt.spec import BuildSpec, DFlashSpec, DrafterSpec, DraftModelSpec, Eagle3Spec, NgramSpec, TargetSpec
 
 Contracts = Callable[[Any, TargetSpec, tuple[int, ...], int, BuildSpec], tuple[c.EngineContract, ...]]
 
@@ -21,7 +21,8 @@ class Kind:
     """One kind of drafter.
 
     spec: its dataclass. architectures: what config.json calls it. contracts(spec, target, taps, cache_rows, build): its
-    engines. drafting, graphs: the modules of the decoder's side and of the build's, loaded when they are wanted.
+    engines. drafting, graphs, check: the modules of the decoder's side, of the build's and of the self-check's, loaded
+    when they are wanted.
     """
 
     spec: type[DrafterSpec]
@@ -29,19 +30,25 @@ class Kind:
     contracts: Contracts
     drafting: str
     graphs: str
+    check: str
 
     def drafting_module(self) -> Any:
         """See :class:`dflow_trt.drafting.base.Drafting`; the class is called ``Drafting`` there too."""
         return import_module(self.drafting)
 
     def graphs_module(self) -> Any:
-        """See :mod:`dflow_trt.graphs`."""
+        """See :mod:`dflow_trt.graphs.kind`."""
         return import_module(self.graphs)
+
+    def check_module(self) -> Any:
+        """See :mod:`dflow_trt.selfcheck`."""
+        return import_module(self.check)
 
 
 def _kind(spec: type[DrafterSpec], architectures: tuple[str, ...], contracts: Contracts) -> Kind:
-    module = spec.kind.replace("-", "_")
-    return Kind(spec, architectures, contracts, f"dflow_trt.drafting.{module}", f"dflow_trt.graphs.{module}")
+    name = spec.kind.replace("-", "_")
+    modules = (f"dflow_trt.{side}.{name}" for side in ("drafting", "graphs", "selfcheck"))
+    return Kind(spec, architectures, contracts, *modules)
 
 
 KINDS: dict[str, Kind] = {

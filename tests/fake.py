@@ -3,8 +3,8 @@
 The target's next token is a function of *every* token before it and of their positions, as they stand in the slot's
 cache; a draft is a function of the whole drafter context and of every relay input, and a draft model's of every token
 in its own cache. So a wrong cache row, position, slot move, relay row or missing context call changes a token or a
-draft, or trips an assertion here. Rows that nobody may read are poisoned, arrays die with the next call of their engine,
-and what stays on the device is bound to its own pass.
+draft, or trips an assertion here. Rows that nobody may read are poisoned, arrays die with their engine's next call, and
+what stays on the device is bound to its own pass.
 
 :func:`expect` says what one request alone must give, written from the method with absolute positions.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from dflow_trt import contract as c
 from dflow_trt import reference as ref
 from dflow_trt.graphs.draft_model import DraftModelCheckpoint

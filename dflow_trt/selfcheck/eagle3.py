@@ -30,11 +30,6 @@ STEPS = 3  # of a chain behind a prompt
 def check(checks: Checks, draft: Eagle3Checkpoint) -> None:
     """See :mod:`dflow_trt.selfcheck`."""
     context, step = (Engine(checks.bundle, engine, draft.spec.name) for engine in (c.CONTEXT, c.DRAFTER))
-    check_eagle3(checks, context, step, draft)
-
-
-def check_eagle3(checks: Checks, context: Engine, step: Engine, draft: Eagle3Checkpoint) -> None:
-    """Both engines of one drafter; UserError naming the section that differs."""
     drafter = Drafter(checks, draft)
     for place in _places(drafter):
         _check_context(drafter, context, place)
@@ -70,7 +65,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Drafter:
-    """One drafter beside its references. whole: its engines are behind another one."""
+    """One drafter beside its references. whole: it reads what a whole target gave."""
 
     checks: Checks
     draft: Eagle3Checkpoint
@@ -82,7 +77,13 @@ class Drafter:
 
     @property
     def form(self) -> WeightForm:
+        """Of the engines' weights."""
         return self.checks.draft_form
+
+    @property
+    def near(self) -> WeightForm:
+        """How near to the reference: as near as int8 weights where the target that is read has some."""
+        return self.checks.target_form if self.whole and self.form == "float" else self.form
 
     @property
     def plain(self) -> ref.ReferenceEagle3:
@@ -90,7 +91,7 @@ class Drafter:
 
     @property
     def ours(self) -> ref.ReferenceEagle3:
-        """The reference in the form of the engines' weights."""
+        """With weights in that form."""
         return dataclasses.replace(self.plain, linear=ref.LINEAR[self.form])
 
     def embeds(self, ids: Array) -> Array:
@@ -120,10 +121,10 @@ class Drafter:
         by_target_id = np.full((1, live), c.DEAD_LOGIT, np.float32)
         by_target_id[:, self.draft.target_ids[alive]] = logits[:, alive]
         chosen = rows.found[c.DRAFT_IDS.name][0]
-        self.checks.compare_best(f"{label}.draft", chosen, by_target_id, self.form, whole=self.whole)
+        self.checks.compare_best(f"{label}.draft", chosen, by_target_id, self.near, whole=self.whole)
 
     def _compare(self, label: str, found: Array, wanted: Array, noise: float) -> None:
-        self.checks.compare(label, found, wanted, self.form, noise=noise, whole=self.whole)
+        self.checks.compare(label, found, wanted, self.near, noise=noise, whole=self.whole)
 
     def _h(self, reference: ref.ReferenceEagle3, rows: Rows) -> Array:
         """[1,E], of the row that drafts."""
@@ -185,3 +186,56 @@ def _run(drafter: Drafter, engine: Engine, place: Place, feeds: dict[str, Array]
     outputs = engine.given(c.FEATURE, c.DRAFT_IDS, c.DRAFT_LOGITS)
     outputs += [c.present(tensor, 0) for tensor in c.CACHE_TENSORS]
     return engine.section(feeds | engine.caches(0, cached), outputs)
+
+
+# -- whole engines -----------------------------------------------------------------------------------------------------
+
+
+def check_whole(checks: Checks, prompt: Prompt, draft: Eagle3Checkpoint) -> None:
+    """The prompt read, then a chain of steps, each of which follows from what the engines gave before."""
+    drafter, name = Drafter(checks, draft, whole=True), draft.spec.name
+    rows = _read_prompt(drafter, prompt)
+    drafter.compare(f"{name}.prompt", rows)
+    for i in range(min(draft.spec.drafts - 1, STEPS)):
+        rows = _next_row(drafter, prompt, rows)
+        drafter.compare(f"{name}.chain.{i + 1}", rows)
+
+
+def _read_prompt(drafter: Drafter, prompt: Prompt) -> Rows:
+    """Every row of the prompt into the cache; the last one drafts behind a random token."""
+    length, ids = len(prompt.ids), np.concatenate([prompt.ids[1:], drafter.checks.ids(1)])
+    feeds = {
+        c.NEXT_INPUT_IDS.name: ids[None],
+        c.POSITION_IDS.name: np.arange(length)[None],
+        c.LOGIT_ROWS.name: np.array([[length - 1]]),
+        c.WRITE_INDEX.name: np.zeros(1, np.int64),
+        c.KV_INDEX.name: kv_index(length),
+    }
+    found, features = _call(drafter, prompt, c.CONTEXT, feeds), drafter.plain.features(prompt.taps(drafter.spec))
+    return Rows(Place("", None), drafter.embeds(ids), features, length - 1, found)
+
+
+def _next_row(drafter: Drafter, prompt: Prompt, rows: Rows) -> Rows:
+    """One step behind rows whose last one drafted."""
+    past = drafter.plain.inputs(rows.embeds, rows.features)
+    if rows.place.past is not None:
+        past = np.concatenate([rows.place.past, past])
+    ids, features = rows.found[c.DRAFT_IDS.name][0], rows.found[c.FEATURE.name][0]
+    feeds = {
+        c.STEP_IDS.name: ids[None],
+        c.BLOCK_POSITION_IDS.name: np.array([[len(past)]]),
+        c.BLOCK_WRITE_INDEX.name: np.array([len(past)]),
+        c.KV_INDEX.name: kv_index(len(past) + 1),
+    }
+    prompt.runtime.keep_pending(drafter.spec.name, {0: 1}, range(1))
+    found = _call(drafter, prompt, c.DRAFTER, feeds)
+    return Rows(Place("", past), drafter.embeds(ids), features, 0, found)
+
+
+def _call(drafter: Drafter, prompt: Prompt, engine: str, feeds: dict[str, Array]) -> dict[str, Array]:
+    """One call through the runtime: what the row passes on, its draft and its logits, if it gives some."""
+    fetch = [c.FEATURE.name, c.DRAFT_IDS.name]
+    if drafter.checks.bundle.build.draft_logits:
+        fetch.append(c.DRAFT_LOGITS.name)
+    found = prompt.run(engine, drafter.spec.name, feeds, fetch)
+    return {name: array.copy() for name, array in zip(fetch, found, strict=True)}

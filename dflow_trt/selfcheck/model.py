@@ -70,9 +70,7 @@ class Blocks:
         found, positions = self.engine.block(i, x, cached), start + np.arange(rows)
         self._compare(f"{self.label}.layers.{i}.far", found, i, x, positions, context)
 
-    def _compare(
-        self, section: str, found: Array, i: int, x: Array, positions: Array, context: Array | None
-    ) -> None:
+    def _compare(self, section: str, found: Array, i: int, x: Array, positions: Array, context: Array | None) -> None:
         """What a layer adds to its input: beside that, an error in a small update would not show."""
         wanted, noise = self.stack.layer(i, x, positions, context), 0.0
         if self.form != "float":
