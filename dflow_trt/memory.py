@@ -7,6 +7,7 @@ that is not built yet is planned by the same code, through :func:`unbuilt`.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -16,7 +17,7 @@ from dflow_trt import contract as c
 from dflow_trt.bundle import Bundle, FileEntry, engine_file, planned
 from dflow_trt.checkpoint.names import EMBEDDING, HEAD, Shapes, linear_layers, target_tensors
 from dflow_trt.graphs.builder import NUMPY
-from dflow_trt.graphs.kind import Tables
+from dflow_trt.graphs.kind import Stored, Tables
 from dflow_trt.graphs.store import ALIGNMENT
 from dflow_trt.kinds import KINDS
 from dflow_trt.spec import BuildSpec, DrafterSpec, DType, QuantSpec, StackSpec, TargetSpec, WeightForm
@@ -93,7 +94,7 @@ def plan_memory(bundle: Bundle, slots: int | None = None) -> MemoryPlan:
         target_cache=sum(calls.cache(contract) for _, contract in contracts if contract.engine == c.TARGET),
         drafter_cache=sum(each.cache for each in drafters),
         relay_state=sum(each.relay_state for each in drafters),
-        outputs=sum(calls.outputs(contract) for _, contract in contracts),
+        outputs=calls.outputs(contracts),
         workspace=_workspace([calls.workspace(contract, name) for name, contract in contracts], _on_cpu(bundle)),
     )
 
@@ -105,7 +106,7 @@ def drafter_memory(bundle: Bundle, slots: int) -> dict[str, DrafterMemory]:
         mine = [contract for name, contract in bundle.contracts() if name == spec.name]
         files = {_data_file(contract.engine, spec.name) for contract in mine} | {f"{spec.name}.{c.VOCAB_DATA}"}
         found[spec.name] = DrafterMemory(
-            weights=sum(size for file, size in data.items() if file in files),
+            weights=sum(size for file, size in data.items() if file in files) + _copies(bundle, spec),
             cache=sum(calls.cache(contract) for contract in mine if contract.engine == c.DRAFTER),
             relay_state=sum(calls.tensor(contract, c.PENDING_H) for contract in mine if _is_relay(contract)),
         )
@@ -144,9 +145,14 @@ class _Calls:
         sizes = self._sizes | contract.static
         return prod(sizes[dim] for dim in dims) * (self._item if spec.kind == "engine" else FLOAT32)
 
-    def outputs(self, contract: c.EngineContract) -> int:
-        """What engines hand on, and logits. The next engine reads the same buffer; ids are too small to count."""
-        return sum(self.tensor(contract, spec) for spec in contract.outputs if spec.kind != "int64")
+    def outputs(self, contracts: Iterable[tuple[str | None, c.EngineContract]]) -> int:
+        """What engines hand on, and logits: one buffer for all engines of a drafter. Ids are too small to count."""
+        sizes: dict[tuple[str | None, str], int] = {}
+        for drafter, contract in contracts:
+            for spec in (spec for spec in contract.outputs if spec.kind != "int64"):
+                key = drafter, spec.name
+                sizes[key] = max(sizes.get(key, 0), self.tensor(contract, spec))
+        return sum(sizes.values())
 
     def cache(self, contract: c.EngineContract) -> int:
         """k and v [slots,N,L,D] of every layer."""
@@ -234,16 +240,40 @@ def _data_files(bundle: Bundle) -> Iterator[tuple[str, int]]:
     yield c.VOCAB_DATA, sum(_Tables.of(bundle).sizes.values())
     yield _data_file(c.TARGET, None), _target_layers(bundle, layers) + _rope(bundle, target.stack) + dead
     for name, entry in bundle.drafters.items():
-        for engine, data in KINDS[entry.spec.kind].graphs_module().stored(entry.spec).items():
-            size = _stored(data.wide, "float32", "float") + _stored(data.formed, build.dtype, build.draft_weights)
-            size += sum(_stored(shapes, dtype or build.dtype, "float") for shapes, dtype in data.kept)
-            size += (_rope(bundle, data.rope) if data.rope else 0) + (dead if data.head else 0)
+        for engine, data in _stored_by(entry.spec).items():
             if data.tables is not None:
-                size += _dead(data.tables, build)
                 tables = _Tables(data.tables, build, {build.draft_weights})
                 yield f"{name}.{c.VOCAB_DATA}", sum(tables.sizes.values())
-            if size:
+            size = _engine(bundle, data)
+            if size and data.shared_with is None:
                 yield _data_file(engine, name), size
+
+
+def _stored_by(spec: DrafterSpec) -> dict[str, Stored]:
+    """The weights of each engine of a drafter."""
+    found: dict[str, Stored] = KINDS[spec.kind].graphs_module().stored(spec)
+    return found
+
+
+def _engine(bundle: Bundle, data: Stored) -> int:
+    """Bytes of an engine's weights; vocabulary tables that other engines may read are not among them."""
+    build = bundle.build
+    size = _stored(data.wide, "float32", "float") + _stored(data.formed, build.dtype, build.draft_weights)
+    size += sum(_stored(shapes, dtype or build.dtype, "float") for shapes, dtype in data.kept)
+    size += _rope(bundle, data.rope) if data.rope else 0
+    size += _dead(bundle.target, build) if data.head else 0
+    return size + (_dead(data.tables, build) if data.tables else 0)
+
+
+def _copies(bundle: Bundle, spec: DrafterSpec) -> int:
+    """What a drafter's engines have of its files beside the first that has it.
+
+    TensorRT's engines share nothing; ONNX Runtime's share the files, but each packs its matrices anew.
+    """
+    shared = [data for data in _stored_by(spec).values() if data.shared_with]
+    if _on_cpu(bundle):
+        return sum(_stored(data.formed, bundle.build.dtype, bundle.build.draft_weights) for data in shared)
+    return sum(_engine(bundle, data) for data in shared)
 
 
 def _target_layers(bundle: Bundle, shapes: Shapes) -> int:
@@ -328,12 +358,12 @@ class _Tables:
 
 
 def _packed_heads(bundle: Bundle) -> int:
-    """What ONNX Runtime adds to the one file that all engines map: it packs every float head anew, the first of them
+    """What ONNX Runtime adds to the one file that all engines map: each packs its head anew, the first of a form
     instead of the mapping."""
     tables, build = _Tables.of(bundle), bundle.build
     heads = [each for spec in bundle.specs for each in _borrowed(spec) if "head" in each]
-    forms = [build.target_form, *(build.draft_weights for _ in heads)]
-    return sum(tables.sizes[tables.heads[form]] for form in [form for form in forms if form == "float"][1:])
+    forms = Counter([build.target_form, *(build.draft_weights for _ in heads)])
+    return sum((count - 1) * tables.sizes[tables.heads[form]] for form, count in forms.items())
 
 
 def _table_copies(bundle: Bundle) -> int:

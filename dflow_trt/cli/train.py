@@ -37,7 +37,7 @@ MODES = ("dflash", "self-conditioned", "dflow", "eagle3", "draft-model")
 @click.option("--kv-heads", type=POSITIVE, help="Key/value heads. [default: likewise]")
 @click.option("--head-dim", type=POSITIVE, help="Size of a head. [default: the target's]")
 @click.option("--draft-vocab", type=POSITIVE, help="Most frequent ids, which eagle3 drafts. [default: 32000]")
-@click.option("--drafts", type=click.IntRange(2), help="Of a round, of eagle3 and draft-model. [default: 5]")
+@click.option("--drafts", type=click.IntRange(2), help="Of a round. [default: eagle3 5, draft-model 4]")
 @click.option("--mask-token-id", type=int, help="[default: the first spare row, else the token <|mask|>]")
 @click.option(
     "--relay-start", type=click.Choice(RELAY_STARTS), help="[default: after_rejection; dflow only, or as --from]"

@@ -201,7 +201,7 @@ def draft_vocabulary(g: GraphBuilder, draft: Eagle3Checkpoint, target: Vocabular
 
 
 def stored(spec: Eagle3Spec) -> dict[str, Stored]:
-    """The context's file holds everything; the drafter's graph refers to it."""
+    """The context's file holds everything; the drafter's graph refers to all but what makes a feature of taps."""
     shapes, columns = eagle3_tensors(spec), c.vocab_columns(spec.draft_vocab_size)
     embedding = {DRAFT_EMBEDDING: shapes.pop(DRAFT_EMBEDDING)} if spec.own_embedding else {}
     wide = {name: shape for name, shape in shapes.items() if name.startswith(_WIDE)}
@@ -209,7 +209,11 @@ def stored(spec: Eagle3Spec) -> dict[str, Stored]:
     formed[HEAD] = (columns, spec.stack.hidden_size)
     wide["draft.target_ids"] = (2 * columns,)  # int64
     kept: list[Kept] = [(embedding, spec.checkpoint_dtype), ({"head.dead": (columns,)}, None)]
-    return {c.CONTEXT: Stored(wide, formed, kept, rope=spec.stack)}
+    step = {name: shape for name, shape in wide.items() if not name.startswith(_FUSION)}
+    return {
+        c.CONTEXT: Stored(wide, formed, kept, rope=spec.stack),
+        c.DRAFTER: Stored(step, formed, kept, rope=spec.stack, shared_with=c.CONTEXT),
+    }
 
 
 def borrowed(spec: Eagle3Spec) -> list[Tables]:

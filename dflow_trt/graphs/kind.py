@@ -2,7 +2,7 @@
 
 read(folder, target, name, settings) -> DrafterCheckpoint    intake; UserError for what is not supported or not whole
 write(writer, draft, engines)                                its graphs, each engine once
-stored(spec) -> {engine: Stored}                             what lies in the data file of each engine
+stored(spec) -> {engine: Stored}                             the weights of each engine, as they lie in data files
 borrowed(spec) -> [tables, ...]                              the target's vocabulary tables that each engine reads
 """
 
@@ -35,7 +35,8 @@ class Stored:
 
     wide: tensors in float32 whatever the build's dtype. formed: tensors in the form of the build's drafters. kept:
     those that stay float in any form. rope: the layers whose rotary tables it has. head: whether it has the target's
-    head, and with it the bias of dead columns.
+    head, and with it the bias of dead columns. shared_with: the engine in whose file all of it lies, where it has none
+    of its own.
     """
 
     wide: Shapes = field(default_factory=dict)
@@ -44,6 +45,7 @@ class Stored:
     rope: StackSpec | None = None
     head: bool = False
     tables: TargetSpec | None = None
+    shared_with: str | None = None
 
 
 class Writer(Protocol):

@@ -97,10 +97,11 @@ def working_set(bundle: Bundle) -> int:
 
 
 def roofline(bundle: Bundle, costs: Sequence[RoundCost], roof: Roof) -> Roofline:
-    """Every verify and draft pass that was timed, the full length of a strategy only."""
-    full: dict[tuple[str, int, float, int | None], RoundCost] = {}
+    """Every verify and draft pass that was timed, the full length of a strategy only, at one temperature: passes are the
+    same at any."""
+    full: dict[tuple[str, int, int | None], RoundCost] = {}
     for cost in costs:  # sorted by drafts within a strategy
-        full[cost.strategy, cost.batch, cost.temperature, cost.input_len] = cost
+        full[cost.strategy, cost.batch, cost.input_len] = cost
     return Roofline(roof=roof, passes=[each for cost in full.values() for each in _passes(bundle, cost, roof)])
 
 

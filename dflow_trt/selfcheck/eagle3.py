@@ -50,13 +50,17 @@ class Place:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows to compare: embeddings and features [S,E] behind a place, the row that drafts, and what an engine gave."""
+    """Rows to compare: embeddings and features [S,E] behind a place, the row that drafts, and what an engine gave.
+
+    given: whether the engine had these very features; if not, it made its own of what the target gave.
+    """
 
     place: Place
     embeds: Array
     features: Array
     row: int
     found: dict[str, Array]
+    given: bool = True
 
     @property
     def positions(self) -> Array:
@@ -104,10 +108,9 @@ class Drafter:
         """What the row passes on, and its draft."""
         h, exact = (self._h(each, rows) for each in (self.ours, self.plain))
         wanted, noise = self.ours.passed_on(h), rms(self.ours.passed_on(h) - self.plain.passed_on(exact))
-        residual = np.zeros_like(h)
-        if not self.spec.norm_output:  # beside the residual, an error in a small update would not show
+        passed, residual = rows.found[c.FEATURE.name][0], np.zeros_like(h)
+        if rows.given and not self.spec.norm_output:  # beside it, an error in a small update would not show
             residual = self.plain.residual(rows.embeds, rows.features)[rows.row][None]
-        passed = rows.found[c.FEATURE.name][0]
         self._compare(f"{label}.h", passed - residual, wanted - residual, noise)
         self._compare_draft(label, rows, self.ours.logits(h), self.plain.logits(exact))
 
@@ -212,7 +215,7 @@ def _read_prompt(drafter: Drafter, prompt: Prompt) -> Rows:
         c.KV_INDEX.name: kv_index(length),
     }
     found, features = _call(drafter, prompt, c.CONTEXT, feeds), drafter.plain.features(prompt.taps(drafter.spec))
-    return Rows(Place("", None), drafter.embeds(ids), features, length - 1, found)
+    return Rows(Place("", None), drafter.embeds(ids), features, length - 1, found, given=False)
 
 
 def _next_row(drafter: Drafter, prompt: Prompt, rows: Rows) -> Rows:

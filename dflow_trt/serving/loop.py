@@ -26,6 +26,7 @@ from dflow_trt.spec import DraftPolicy
 from dflow_trt.text import TextStream
 
 BEAT_SECONDS = 2.0
+GATHER_SECONDS = 0.005
 _PROBE_TOKENS = 4
 _PROBE_STEPS = 32
 
@@ -129,6 +130,31 @@ class Job:
             self.listener.fail(error)
 
 
+class Burst:
+    """How many sequences come at once where none was in flight: as many as last time are waited for, if not for long.
+
+    One that starts a round early ends a round early, and that round costs about as much as one of all. Whoever comes
+    alone does not wait.
+    """
+
+    def __init__(self) -> None:
+        self._start, self._expected, self._count = -GATHER_SECONDS, 0, 0
+
+    def arrived(self, count: int, idle: bool) -> None:
+        """So many sequences came; idle: the first of them."""
+        now = time.monotonic()
+        if idle:
+            self._start, self._expected, self._count = now, self._count, 0
+        if now < self._start + GATHER_SECONDS:
+            self._count += count
+
+    def patience(self, most: int) -> float:
+        """Seconds to wait for more. most: that can start at once."""
+        if self._count >= min(self._expected, most):
+            return 0.0
+        return max(0.0, self._start + GATHER_SECONDS - time.monotonic())
+
+
 class ServingLoop:
     """Runs jobs. Any thread may submit and cancel.
 
@@ -156,6 +182,7 @@ class ServingLoop:
         self._waiting: deque[Sample] = deque()
         self._running: dict[str, Sample] = {}
         self._cancels: deque[str] = deque()
+        self._burst = Burst()
         self._closing = False
         self.healthy = True
         self._decoder = self._fresh_decoder()
@@ -181,6 +208,7 @@ class ServingLoop:
                 raise QueueFull(f"the queue is full, at most {self._max_queue} sequences wait; try later")
             for sample in job.open:
                 self._metrics.submitted(sample.request, job.task)
+            self._burst.arrived(len(job.open), idle=not self._jobs)
             self._jobs[job.handle] = job
             self._waiting.extend(job.open)
             self._lock.notify_all()
@@ -237,6 +265,8 @@ class ServingLoop:
             while not (self._jobs or self._cancels or self._closing):
                 self._metrics.beat()
                 self._lock.wait(BEAT_SECONDS)
+            while not (self._running or self._cancels or self._closing) and (left := self._burst.patience(self._slots)):
+                self._lock.wait(left)
             self._lock.notify_all()  # whoever drains
         return bool(self._jobs) or not self._closing
 

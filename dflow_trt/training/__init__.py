@@ -1,8 +1,9 @@
-"""Training of DFlash and DFlow drafters, in torch: behind the extra `train`, imported by nothing else here.
+"""Training of drafters, in torch: behind the extra `train`, imported by nothing else here.
 
-`data` (sequences and batches), `model` (the drafter), `target` (the frozen target), `rollout` (drafting rounds),
-`recipe` (the training loops), `simulate` (tokens a round), `generate` (the target's own answers), `texts` (the
-worksheets of the example pair). The command `dflow-trt train` is `plan` (what is asked, and what is refused), `job`
-(from prompts to a drafter) on `cache` (answers on disk), `loop` (resumable steps), `card` (the folder that comes out),
-`files` (atomic writes) and `progress` (the bar).
+`data` (sequences and batches), `target` (the frozen target), `generate` (its own answers), `texts` (the worksheets of
+the example pair), `recipe` (the training loops), `simulate` (tokens a round). A kind each, as `trainee` says:
+`block` (DFlash, DFlow, Domino) on `model` (the drafter), `domino` (its causal head) and `rollout` (drafting rounds),
+`eagle3`, and `draft_model`. The command `dflow-trt train` is `options` (what is asked), `shapes` and `plan` (what is
+refused), `job` (from prompts to a drafter) on `compute` (where it runs), `cache` (answers on disk), `loop` (resumable
+steps), `card` (the folder that comes out) and `progress` (the bar).
 """

@@ -225,11 +225,11 @@ class UnrolledLoss(DrafterLoss):
         truth_NMK, valid_NMK = trajectory_after(batch, anchors_NM, self._steps)
         anchor_ids_NM, _ = trajectory_after(batch, anchors_NM - 1, 1)
         fed_NMK = torch.cat([anchor_ids_NM, truth_NMK[..., :-1]], dim=-1)
-        chains = Chains(TextRows.read(head, self._target.embedding_VE, read), anchors_NM)
-        logits_NMKW = torch.stack([chains.step(token_NM) for token_NM in fed_NMK.unbind(-1)], dim=2)
         labels_NMK, known_NMK = head.draft_ids(truth_NMK)
+        chains = Chains(TextRows.read(head, self._target.embedding_VE, read), anchors_NM)
+        pairs = zip(fed_NMK.unbind(-1), labels_NMK.unbind(-1), strict=True)
+        entropy_NMK = torch.stack([cross_entropy(chains.step(fed_NM), label_NM) for fed_NM, label_NM in pairs], dim=-1)
         valid_NMK = valid_NMK & known_NMK
-        entropy_NMK = cross_entropy(logits_NMKW, labels_NMK)
         loss = decayed_mean(entropy_NMK, valid_NMK, self._decay)
         return loss, (entropy_NMK.detach() * valid_NMK).sum((0, 1)), valid_NMK.sum((0, 1))
 

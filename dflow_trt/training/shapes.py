@@ -16,7 +16,7 @@ from dflow_trt.training.options import RECORD, DrafterSource, Options, TargetSou
 MASK_NAMES = ("<|mask|>", "<|MASK|>", "<mask>", "[MASK]")
 DEFAULT_BLOCK, DEFAULT_LAYERS, DEFAULT_START = 16, 5, "after_rejection"
 DEFAULT_HEAD_STATE, DEFAULT_HEAD_RANK, DEFAULT_HEAD_PREFIX = 1024, 256, 1  # those of released Domino drafters
-DEFAULT_DRAFTS, DEFAULT_DRAFT_VOCAB = 5, 32000
+DEFAULT_CHAIN, DEFAULT_DRAFTS, DEFAULT_DRAFT_VOCAB = 5, 4, 32000
 EAGLE3_TAPS = 3
 
 
@@ -109,7 +109,7 @@ def _eagle3(target: TargetSource, options: Options) -> Eagle3Shape:
         taps,
         options.intermediate_size or stack.intermediate_size,
         vocab,
-        options.drafts or DEFAULT_DRAFTS,
+        options.drafts or DEFAULT_CHAIN,
     )
 
 

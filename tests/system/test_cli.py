@@ -706,7 +706,7 @@ def test_example_writes_what_build_takes(dflow: Run, tmp_path: Path) -> None:
     result = dflow("example", tmp_path / "demo")
     assert result.code == 0
     head, following = result.stdout.strip().split("\n")
-    assert head == f"{tmp_path / 'demo'}: dflash, dflow, prompts.jsonl, target"
+    assert head == f"{tmp_path / 'demo'}: dflash, dflow, draft-model, eagle3, prompts.jsonl, target"
     assert following.startswith("next: dflow-trt build --target ")
     built = dflow(*following.removeprefix("next: dflow-trt ").split())
     assert built.code == 0, built.stderr

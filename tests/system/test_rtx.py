@@ -55,7 +55,7 @@ def plugin() -> Path | None:
 
 @pytest.fixture(scope="module")
 def compiled(example_folder: Path, plugin: Path | None) -> Bundle:
-    """The example pair, and tiny random drafters beside its own two: Domino's, DFlash 2's, a draft model; and lookup."""
+    """The example pair, and beside its own two drafters tiny random ones of other kinds."""
     target = json.loads((example_folder / "target" / "config.json").read_text())
     for name in ("domino", "dflash2"):
         keys: dict[str, Any] = {name: {}, "taps": (1, 3), "num_hidden_layers": 1}

@@ -38,8 +38,7 @@ LAYERS: list[dict[str, set[str]]] = [
         "decode": {"drafting", "request", "runtime", "slots"},
         "memory": set(),
         "reference": set(),
-        "selfcheck": {"memory", "reference", "runtime", "selfcheck_eagle3"},
-        "selfcheck_eagle3": {"reference"},
+        "selfcheck": {"memory", "reference", "runtime"},
     },
     {
         "build": set(),
@@ -87,7 +86,7 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     "uvicorn": ("serving/serve",),
     "httpx": ("serving/openai/app", "serving/serve", "profiling/remote/openai"),
     "matplotlib": ("profiling/charts", "cli/profile"),
-    "onnxruntime": ("compile/onnxruntime", "runtime/ort", "selfcheck", "profiling/probes"),
+    "onnxruntime": ("compile/onnxruntime", "runtime/ort", "selfcheck/engine", "profiling/probes"),
 }
 # What generating from a bundle never needs, directly or through others.
 SERVE_SIDE = "api"

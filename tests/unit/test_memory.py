@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from tiny import make_drafter, make_target
+from tiny import make_drafter, make_eagle3, make_target
 
 from dflow_trt import contract as c
 from dflow_trt.build import BuildOptions, DrafterSource, build_bundle
 from dflow_trt.bundle import Bundle, FileEntry
-from dflow_trt.checkpoint.names import drafter_tensors, target_tensors
+from dflow_trt.checkpoint.names import drafter_tensors, eagle3_tensors, target_tensors
 from dflow_trt.errors import UserError
 from dflow_trt.graphs.store import ALIGNMENT
-from dflow_trt.memory import plan_memory, unbuilt
+from dflow_trt.memory import drafter_memory, plan_memory, unbuilt
 from dflow_trt.plan import Plan, make_plan, parse_size
 from dflow_trt.runtime.ort import OrtRuntime
-from dflow_trt.spec import DFlashSpec, DrafterSpec, DraftModelSpec, DType
+from dflow_trt.spec import DFlashSpec, DrafterSpec, DraftModelSpec, DType, Eagle3Spec
 
 Config = dict[str, Any]
 LIMITS: Config = {"max_batch_size": 4, "max_input_len": 60, "max_seq_len": 96, "max_num_tokens": 48}
@@ -32,7 +32,13 @@ SMALL: Config = {"hidden_size": 32, "num_hidden_layers": 2, "num_key_value_heads
 TIED: Config = {"hidden_size": 96, "num_hidden_layers": 1, "tied": True, "seed": 6}
 LOOKUP: Config = {"drafts": 9}
 MODELS = ("small", "tied")
-# target settings, drafters (those of MODELS as targets are made, ngram by its settings), build options
+CHAIN: Config = {"seed": 7}
+WIDE_CHAIN: Config = {
+    **dict.fromkeys(("own_embedding", "norm_before_fc", "fc_norm", "attention_bias", "qk_norm"), True),
+    "seed": 8,
+}
+CHAINS = ("chain", "wide")
+# target settings, drafters (of MODELS as targets are made, of CHAINS as EAGLE-3, ngram by its settings), build options
 CASES: dict[str, tuple[Config, dict[str, Config], Config]] = {
     "defaults": ({}, {"flow": FLOW}, {}),
     "no drafter": ({}, {}, {}),
@@ -61,6 +67,12 @@ CASES: dict[str, tuple[Config, dict[str, Config], Config]] = {
     ),
     "a bfloat16 draft model": ({}, {"tied": {**TIED, "dtype": "bfloat16"}}, {}),
     "lookup alone": ({}, {"ngram": LOOKUP}, {}),
+    "chains": ({}, {"flow": FLOW, "chain": CHAIN, "wide": WIDE_CHAIN}, {"max_num_tokens": 96}),
+    "float chains, dead ids": (
+        {"tokenizer": 250, "vocab_size": 300, "dtype": "bfloat16"},
+        {"chain": CHAIN, "wide": {**WIDE_CHAIN, "dtype": "bfloat16", "draft_vocab_size": 300, "maps": False}},
+        {"draft_weights": "float", "draft_logits": True},
+    ),
     "scales in the data file": ({"hidden_size": 32, "intermediate_size": 16400}, {"flow": FLOW}, {}),
 }
 
@@ -103,6 +115,8 @@ def build(folder: Path, target: Mapping[str, Any], drafters: Mapping[str, Config
     for name, keys in drafters.items():
         if name in MODELS:
             make_target(folder / name, **keys)
+        elif name in CHAINS:
+            make_eagle3(folder / name, config, **keys)
         elif name != "ngram":
             make_drafter(folder / name, config, **keys)
     chosen = BuildOptions(**{**LIMITS, **options})
@@ -134,6 +148,8 @@ def tensors_of(spec: DrafterSpec) -> Mapping[str, Any]:
     """Of a drafter's checkpoint."""
     if isinstance(spec, DraftModelSpec):
         return target_tensors(spec.model)
+    if isinstance(spec, Eagle3Spec):
+        return eagle3_tensors(spec)
     return drafter_tensors(spec) if isinstance(spec, DFlashSpec) else {}
 
 
@@ -141,7 +157,8 @@ def tensors_of(spec: DrafterSpec) -> Mapping[str, Any]:
 @pytest.mark.parametrize("form", ["int8", "float"])
 def test_a_plan_of_a_larger_pair_is_within_a_hundredth(tmp_path: Path, keys: Config, form: str) -> None:
     wide = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 4000}
-    forms = {"target_weights": "int8", "draft_weights": form}
+    target_form = "float" if form == "int8" else "int8"  # another one, so that no head is packed twice
+    forms = {"target_weights": target_form, "draft_weights": form}
     pair = build(tmp_path, wide, {"draft": {**keys, "num_hidden_layers": 1}}, forms)
     written = sum(data_files(pair.bundle).values())
     assert written <= pair.plan().memory.weights <= 1.01 * written
@@ -174,23 +191,61 @@ def as_tensorrt(bundle: Bundle, dtype: DType = "float32") -> Bundle:
 
 def table_initializers(path: Path) -> list[int]:
     """Bytes of the vocabulary tables that one graph names."""
+    return [size for file, size in initializers(path) if file == c.VOCAB_DATA]
+
+
+def initializers(path: Path) -> list[tuple[str, int]]:
+    """(data file, bytes) of every tensor in one that a graph names."""
     graph = onnx.load(str(path), load_external_data=False).graph
     places = [{entry.key: entry.value for entry in tensor.external_data} for tensor in graph.initializer]
-    return [int(place["length"]) for place in places if place.get("location") == c.VOCAB_DATA]
+    return [(place["location"], int(place["length"])) for place in places if place]
 
 
-def test_onnxruntime_shares_one_table_but_packs_float_heads(built: Callable[[str], Built]) -> None:
-    shared, packed = built("two drafters").bundle, built("float drafters").bundle
-    assert plan_memory(shared).vocabulary == data_files(shared)[c.VOCAB_DATA]
-    table = c.vocab_columns(packed.target.vocab_size) * packed.target.stack.hidden_size * 4
-    assert plan_memory(packed).vocabulary == data_files(packed)[c.VOCAB_DATA] + 2 * table
+@pytest.mark.parametrize("case", ["two drafters", "draft models", "chains", "float chains, dead ids"])
+def test_tensorrt_has_what_engines_share_in_each(built: Callable[[str], Built], case: str) -> None:
+    """Counted from the graphs: what each names outside of the target's tables."""
+    bundle = built(case).bundle
+    planned = drafter_memory(as_tensorrt(bundle), 1)
+    for spec in bundle.specs:
+        paths = bundle.path.glob(f"{spec.name}.*.onnx")
+        copies = [size for path in paths for file, size in initializers(path) if file != c.VOCAB_DATA]
+        assert sum(copies) <= planned[spec.name].weights <= sum(copies) + ALIGNMENT * (len(copies) + 8), spec.name
+
+
+def test_onnxruntime_shares_one_table_but_packs_heads(built: Callable[[str], Built]) -> None:
+    """The first of a form instead of the mapping: float here, and one of two int8 heads; three float heads."""
+    for case, extra, bytes_each in (("two drafters", 1, 1), ("float drafters", 2, 4)):
+        bundle = built(case).bundle
+        columns = c.vocab_columns(bundle.target.vocab_size)
+        table = columns * bundle.target.stack.hidden_size * bytes_each
+        packed = plan_memory(bundle).vocabulary - data_files(bundle)[c.VOCAB_DATA]
+        assert extra * table <= packed <= extra * (table + ALIGNMENT)
+
+
+@pytest.mark.parametrize("case", ["chains", "float chains, dead ids"])
+def test_onnxruntime_packs_the_matrices_of_a_chain_twice(built: Callable[[str], Built], case: str) -> None:
+    """Counted from the drafter's graph: layer and head of its own; the context has the same ones in the file."""
+    bundle = built(case).bundle
+    planned = drafter_memory(bundle, 1)
+    for name in CHAINS:
+        graph = onnx.load(str(bundle.path / f"{name}.drafter.onnx"), load_external_data=False).graph
+        products = [node.input for node in graph.node if node.op_type in ("MatMul", "MatMulIntegerToFloat", "Gemm")]
+        read = {value for inputs in products for value in inputs}
+        sizes = [product_bytes(tensor) for tensor in graph.initializer if tensor.name in read and len(tensor.dims) > 1]
+        assert len(sizes) == 6  # q, k and v, o, gate and up, down, head
+        extra = planned[name].weights - data_files(bundle)[f"{name}.context.data"]
+        assert sum(sizes) <= extra <= sum(sizes) + ALIGNMENT * 20
+
+
+def product_bytes(tensor: onnx.TensorProto) -> int:
+    return int(np.prod(tensor.dims)) * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
 
 
 # -- what the runtime allocates ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "case", ["defaults", "no drafter", "two drafters", "causal heads", "draft models", "lookup alone"]
+    "case", ["defaults", "no drafter", "two drafters", "causal heads", "draft models", "lookup alone", "chains"]
 )
 def test_buffers_are_those_of_the_cpu_runtime(built: Callable[[str], Built], case: str) -> None:
     bundle = built(case).bundle
@@ -219,7 +274,7 @@ def largest_calls(bundle: Bundle, runtime: OrtRuntime, slots: int) -> None:
         runtime.run(contract.engine, name, range(slots), feeds, fetch)
 
 
-@pytest.mark.parametrize("case", ["causal heads", "draft models", "draft models of dead ids"])
+@pytest.mark.parametrize("case", ["causal heads", "draft models", "draft models of dead ids", "chains"])
 def test_a_plan_from_the_checkpoints_is_that_of_the_bundle(built: Callable[[str], Built], case: str) -> None:
     pair = built(case)
     planned, found = dataclasses.asdict(pair.plan().memory), dataclasses.asdict(plan_memory(pair.bundle))

@@ -43,7 +43,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     folder = tmp_path_factory.mktemp("kinds")
     config = make_target(folder / "target", eos=[1])
     make_drafter(folder / "dflash", config, taps=(1, 0), block_size=4)
-    make_eagle3(folder / "eagle3", config, taps=(1, 0))
+    make_eagle3(folder / "eagle3", config)
     drafts = {"drafts": 3}
     sources = [
         DrafterSource(folder / "dflash"),

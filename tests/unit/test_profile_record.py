@@ -16,6 +16,7 @@ from rich.console import Console
 
 from dflow_trt.errors import UserError
 from dflow_trt.profiling import words
+from dflow_trt.profiling.charts import MEMORY_PARTS
 from dflow_trt.profiling.diff import compare, show_difference
 from dflow_trt.profiling.export import write_output
 from dflow_trt.profiling.measure import Run, Step
@@ -23,8 +24,10 @@ from dflow_trt.profiling.prices import cost
 from dflow_trt.profiling.record import (
     SCHEMA_VERSION,
     CounterCheck,
+    DrafterSizes,
     Interval,
     Lossless,
+    Memory,
     Point,
     Profile,
     ServerCheck,
@@ -313,6 +316,66 @@ def test_loads_of_each_kind_have_a_plot_of_their_own() -> None:
     source = report(profile([result(each, drafted_runs()) for each in (*closed, *opened)]))
     assert {"load", "rate"} <= set(Page(source).ids)
     assert {"load", "rate"} & set(Page(report(made())).ids) == set(), "one load is no curve"
+
+
+def texts(source: str, section: str) -> list[str]:
+    """Of one section's plot."""
+    found = re.search(rf'<section id="{section}">.*?</svg>', source, re.DOTALL)
+    assert found is not None
+    return re.findall(r"<text[^>]*>([^<]*)</text>", found[0])
+
+
+def test_a_sweep_of_lengths_is_one_heat_map_and_one_curve() -> None:
+    """Those of the longest rounds: shorter ones are their beginning. Another policy is another curve."""
+    short, shorter = ({"draft_tokens": drafts} for drafts in (5, 3))
+    swept = [DRAFTED.model_copy(update=each) for each in (shorter, {}, short, {"draft_policy": "adaptive"})]
+    swept += [each.model_copy(update={"strategy": "draft"}) for each in (swept[2], swept[0])]
+    source = report(profile([result(PLAIN, plain_runs()), *(result(each, drafted_runs()) for each in swept)]))
+    names = [each.label for each in swept]
+    assert [text for text in texts(source, "acceptance") if text in names] == ["dflow", "draft k=5"]
+    curves = [text for text in texts(source, "latency") if text in names]
+    assert curves == ["dflow", "dflow adaptive", "draft k=5"]
+
+
+def test_tasks_have_a_heat_map_a_strategy() -> None:
+    runs = [run(DRAFTED, [trace([1, 1.5], [(7, 3)], task="sums"), trace([1, 2], [(7, 0)], task="letters")], 1.0)]
+    other = DRAFTED.model_copy(update={"strategy": "ngram"})
+    found = texts(report(profile([result(DRAFTED, runs), result(other, runs)])), "acceptance")
+    for label in ("dflow", "ngram"):
+        assert found.count(label) == 1
+    for task in ("sums", "letters", "all"):
+        assert found.count(task) == 1, "the rows are the same ones in every panel"
+    assert found.count("4.00") == 2, "tau of sums"
+    assert found.count("50") == 2 * 3, "half of all rounds kept the first three"
+
+
+def test_each_drafters_memory_is_shown() -> None:
+    planned = dict.fromkeys(MEMORY_PARTS, 2_000_000) | {"slots": 3, "cache_rows": 64, "total": 16_000_000}
+    drafters = {
+        "draft": DrafterSizes(weights=1_500_000, cache=2_000_000, relay_state=0),
+        "ngram": DrafterSizes(weights=0, cache=0, relay_state=0),
+    }
+    figures = {"opened": None, "anonymous": None, "peak": None, "batch_limit": 9}
+    memory = Memory(device="process", planned=planned, drafters=drafters, before=1, after=9_000_001, **figures)
+    source = report(made(memory=memory))
+    found = texts(source, "memory")
+    assert {"planned", "of it draft", "of it ngram", "used", "16.0 MB", "3.5 MB", "0.0 MB", "9.0 MB"} <= set(found)
+    rows = dict(re.findall(r'<td class="text">(planned[^<]*)</td><td>([^<]*)</td>', source))
+    assert (rows["planned: slots"], rows["planned for draft: weights"]) == ("3", "1.5 MB")
+    assert rows["planned for ngram: weights"] == "0 B"
+
+
+def test_a_legend_of_any_length_leaves_the_plots_their_height() -> None:
+    loads = [
+        DRAFTED.model_copy(update={"concurrency": count, "strategy": f"s{i}"}) for i in range(20) for count in (1, 2)
+    ]
+    source = report(profile([result(each, drafted_runs(count=1)) for each in loads]))
+    boxes = {
+        name: float(height)
+        for name, height in re.findall(r'id="(load|latency)">.*?viewBox="0 0 \S+ (\S+)"', source, re.DOTALL)
+    }
+    assert all(height > 72 * (3 + 0.2 * 5) for height in boxes.values()), boxes
+    assert len(boxes) == 2
 
 
 def test_plots_take_their_colours_from_the_page() -> None:

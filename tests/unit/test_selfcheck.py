@@ -22,6 +22,7 @@ from dflow_trt.bundle import Bundle
 from dflow_trt.errors import UserError
 from dflow_trt.graphs import blocks, context, dflash, domino, drafter, relay, store, target
 from dflow_trt.graphs.builder import GraphBuilder
+from dflow_trt.selfcheck import dflash as dflash_check
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 FORMS = [("float", "float"), ("int8", "int8")]
@@ -286,22 +287,26 @@ def live_padding(patch: Patch) -> None:
 
 def other_head_rows(patch: Patch) -> None:
     """Vocabulary rows one off, in every form of the head."""
-    table, int8_table = build._table, build._int8_table
-
-    def rolled(weights: Any, name: str, label: str, *rest: Any) -> Any:
-        return table(Rolled(weights) if label == "head" else weights, name, label, *rest)
-
-    patch.setattr(build, "_table", rolled)
-    patch.setattr(build, "_int8_table", lambda weights, *rest: int8_table(Rolled(weights), *rest))
+    rolled_table("vocab.head")(patch)
+    rolled_table("vocab.head_int8", "int8_table")(patch)
 
 
 def other_embedding_rows(patch: Patch) -> None:
-    table = build._table
-    patch.setattr(
-        build,
-        "_table",
-        lambda weights, name, label, *rest: table(Rolled(weights) if label == "embed" else weights, name, label, *rest),
-    )
+    rolled_table("vocab.embed")(patch)
+
+
+def rolled_table(wanted: str, function: str = "table") -> Fault:
+    """The rows of a vocabulary table are one off."""
+
+    def fault(patch: Patch) -> None:
+        original = getattr(store, function)
+
+        def table(data: Any, weights: Any, name: str, label: str, *rest: Any) -> Any:
+            return original(data, Rolled(weights) if label == wanted else weights, name, label, *rest)
+
+        patch.setattr(store, function, table)
+
+    return fault
 
 
 def other_final_norm(patch: Patch) -> None:
@@ -567,7 +572,7 @@ def test_faulty_causal_heads_are_refused(
 @pytest.mark.parametrize("fault", ["gates of the state", "[s ; z]", "no prefix", "other tokens"])
 def test_the_full_check_alone_sees_faulty_causal_heads(tmp_path: Path, monkeypatch: Patch, fault: str) -> None:
     DOMINO.write(tmp_path / "models")
-    monkeypatch.setattr(selfcheck._LayerCheck, "_check_domino", lambda *rest: None)
+    monkeypatch.setattr(dflash_check, "check_domino", lambda *rest: None)
     DOMINO_FAULTS[fault][0](monkeypatch)
     (tmp_path / "out").mkdir()
     assert "domino.draft" in refusal(DOMINO, tmp_path / "models", tmp_path / "out" / "bundle", "float", "full")

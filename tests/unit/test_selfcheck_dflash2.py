@@ -28,9 +28,10 @@ from test_selfcheck import (
 )
 from tiny import edit_tensors
 
-from dflow_trt import selfcheck
 from dflow_trt.graphs import dflash2, drafter
 from dflow_trt.graphs.builder import GraphBuilder
+from dflow_trt.selfcheck import dflash as dflash_check
+from dflow_trt.selfcheck import model as model_check
 
 MODELS = {
     "plain": Model({}, {"relay": False, "dflash2": {}}),
@@ -252,8 +253,9 @@ def _check_found(
 @pytest.mark.parametrize("fault", ["rows", "forgetful", "worst", "successors", "no convolutions"])
 def test_the_full_check_alone_sees_faults(tmp_path: Path, monkeypatch: Patch, fault: str) -> None:
     MODEL.write(tmp_path / "models")
-    for section in ("_check_convolutions", "_check_block", "_check_selector"):
-        monkeypatch.setattr(selfcheck._LayerCheck, section, lambda *rest: None)
+    for section in ("check_convolutions", "check_selector"):
+        monkeypatch.setattr(dflash_check, section, lambda *rest: None)
+    monkeypatch.setattr(model_check.Blocks, "check", lambda *rest: None)
     breakage = no_convolutions if fault == "no convolutions" else (FAULTS | ROUNDED_FAULTS)[fault][0]
     breakage(monkeypatch)
     (tmp_path / "out").mkdir()

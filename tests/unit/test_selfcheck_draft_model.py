@@ -12,9 +12,11 @@ from test_selfcheck import (
     YARN,
     Fault,
     Patch,
+    alter_linear,
     live_padding,
-    other_embedding_rows,
     other_head_rows,
+    permuted,
+    rolled_table,
 )
 from tiny import Config, make_target
 
@@ -23,6 +25,7 @@ from dflow_trt.build import BuildOptions, DrafterSource, build_bundle
 from dflow_trt.bundle import Bundle
 from dflow_trt.errors import UserError
 from dflow_trt.graphs import draft_model
+from dflow_trt.selfcheck import draft_model as draft_model_check
 
 FORMS = ["float", "int8"]
 MODELS: dict[str, Config] = {
@@ -66,7 +69,7 @@ def test_sound_draft_models_pass(tmp_path: Path, name: str, form: str) -> None:
     bundle = made(tmp_path, tmp_path / "bundle", form, "full")
     errors = {part: error for part, error in bundle.self_check["errors"].items() if part.startswith("small.")}
     assert max(errors.values()) < (2e-5 if form == "float" else 1e-2), errors
-    assert errors.keys() >= {f"small.{part}" for part in ("embed", "layers.0", "layers.0.far", "head")}
+    assert errors.keys() >= {f"small.{part}" for part in ("embed", "layers.0", "layers.0.far", "head", "draft")}
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +79,9 @@ def touchy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def refusal(folder: Path, output: Path, form: str) -> str:
+def refusal(folder: Path, output: Path, form: str, mode: str = "layer") -> str:
     with pytest.raises(UserError, match="self-check") as caught:
-        made(folder, output, form)
+        made(folder, output, form, mode)
     assert "\n" not in str(caught.value)
     assert not output.exists()
     return str(caught.value)
@@ -108,7 +111,7 @@ def test_faulty_layers_are_refused(touchy: Path, tmp_path: Path, monkeypatch: Pa
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("fault", "section"),
-    [(other_head_rows, "head"), (other_embedding_rows, "embed"), (live_padding, "head")],
+    [(other_head_rows, "head"), (rolled_table("vocab.embed"), "embed"), (live_padding, "head")],
     ids=["head rows", "embedding rows", "padding ids"],
 )
 def test_faulty_tables_are_refused(
@@ -126,3 +129,22 @@ def test_the_target_s_own_tables_are_not_those_of_the_draft_model(
     monkeypatch.setattr(build._Writer, "tables", lambda self, drafter, source: self.vocabulary)
     message = refusal(touchy, tmp_path / "bundle", form)
     assert message.startswith("self-check: small.embed"), message
+
+
+def test_a_layer_in_the_middle_is_seen_by_the_full_check_alone(tmp_path: Path, monkeypatch: Patch) -> None:
+    write(tmp_path / "models", {"num_hidden_layers": 3})
+    while_calling(monkeypatch, draft_model, "build_target", alter_linear("layers.1.mlp.down_proj", permuted))
+    made(tmp_path / "models", tmp_path / "passes", "float")
+    message = refusal(tmp_path / "models", tmp_path / "bundle", "float", "full")
+    assert message.startswith("self-check: small.draft"), message
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("fault", ["permuted q", "k and v swapped", "rope theta", "cache row", "last layer alone"])
+def test_the_full_check_alone_sees_faults(
+    touchy: Path, tmp_path: Path, monkeypatch: Patch, fault: str, form: str
+) -> None:
+    monkeypatch.setattr(draft_model_check, "check_model", lambda *rest: None)
+    while_calling(monkeypatch, draft_model, "build_target", STACK_FAULTS[fault][0])
+    message = refusal(touchy, tmp_path / "bundle", form, "full")
+    assert message.startswith("self-check: small.draft "), message

@@ -1,4 +1,4 @@
-"""The self-check's sections of EAGLE-3: sound engines pass, engines made of any other tensor are found."""
+"""The self-check of EAGLE-3: sound engines pass, engines made of any other tensor are found, and faults in a build."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from test_selfcheck import Fault, Patch, alter_linear, other_extract, permuted, rolled_table, shifted_write
 from tiny import Config, edit_tensors, make_drafter, make_eagle3, make_target
 
-from dflow_trt import contract as c
-from dflow_trt import selfcheck
 from dflow_trt.build import BuildOptions, DrafterSource, build_bundle
 from dflow_trt.bundle import Bundle
 from dflow_trt.checkpoint.eagle3 import Eagle3Checkpoint
@@ -21,7 +20,9 @@ from dflow_trt.checkpoint.names import eagle3_tensors
 from dflow_trt.checkpoint.target import read_target
 from dflow_trt.errors import UserError
 from dflow_trt.graphs import eagle3
-from dflow_trt.selfcheck_eagle3 import check_eagle3
+from dflow_trt.runtime.ort import OrtRuntime
+from dflow_trt.selfcheck.base import Checks
+from dflow_trt.selfcheck.eagle3 import check
 
 EVERYTHING: Config = {
     **dict.fromkeys(("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual"), True),
@@ -35,6 +36,7 @@ MODELS: dict[str, tuple[Config, Config]] = {
 CALLS = [f"{call}{place}" for call in ("context", "step") for place in ("", ".far")]
 SECTIONS = {f"{call}.{what}" for call in CALLS for what in ("h", "draft")}
 SECTIONS |= {f"context{place}.{what}" for place in ("", ".far") for what in "kv"}
+WHOLE = {f"{row}.{what}" for row in ("prompt", "chain.1", "chain.2", "chain.3") for what in ("h", "draft")}
 
 
 def make(folder: Path, name: str) -> None:
@@ -44,11 +46,11 @@ def make(folder: Path, name: str) -> None:
     make_drafter(folder / "other", config, taps=(4, 2), **({"dtype": "bfloat16"} if "dtype" in drafter else {}))
 
 
-def build(folder: Path, **options: Any) -> Bundle:
+def build(folder: Path, mode: str = "off", **options: Any) -> Bundle:
     """With another drafter before it, so that the packed taps are not its own."""
     sources = [DrafterSource(folder / "other", "other"), DrafterSource(folder / "drafter", "chain")]
     chosen = BuildOptions(**{"max_seq_len": 192, **options})
-    return build_bundle(folder / "target", sources, folder / "bundle", chosen, self_check="off")
+    return build_bundle(folder / "target", sources, folder / "bundle", chosen, self_check=mode)
 
 
 def read(folder: Path) -> Eagle3Checkpoint:
@@ -56,10 +58,9 @@ def read(folder: Path) -> Eagle3Checkpoint:
 
 
 def errors(folder: Path, bundle: Bundle, draft: Eagle3Checkpoint) -> dict[str, float]:
-    check = selfcheck._LayerCheck(bundle, read_target(folder / "target"), [draft])
-    engines = (selfcheck._Engine(bundle, engine, "chain") for engine in (c.CONTEXT, c.DRAFTER))
-    check_eagle3(check, *engines, draft)
-    return check.errors
+    checks = Checks(bundle, read_target(folder / "target"))
+    check(checks, draft)
+    return checks.errors
 
 
 @pytest.mark.parametrize("form", ["float", "int8"])
@@ -130,3 +131,116 @@ def test_taps_in_another_order_are_found(tmp_path: Path) -> None:
     spec = dataclasses.replace(draft.spec, target_layer_ids=(3, 1, 4))
     with pytest.raises(UserError, match=r"self-check: chain\.context\.k differs"):
         errors(tmp_path, bundle, dataclasses.replace(draft, spec=spec))
+
+
+# -- in a build --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["float", "int8"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_build_checks_sections_and_whole_chains(tmp_path: Path, name: str, form: str) -> None:
+    make(tmp_path, name)
+    found = build(tmp_path, "full", target_weights=form, draft_weights=form).self_check["errors"]
+    assert {f"chain.{section}" for section in SECTIONS | WHOLE} <= found.keys()
+    assert max(found.values()) < (2e-5 if form == "float" else 2e-2), found
+
+
+def test_one_draft_needs_no_step(tmp_path: Path) -> None:
+    make(tmp_path, "plain")
+    source = DrafterSource(tmp_path / "drafter", "chain", {"drafts": 1})
+    options = BuildOptions(max_seq_len=8, max_batch_size=1)
+    bundle = build_bundle(tmp_path / "target", [source], tmp_path / "bundle", options, self_check="full")
+    whole = {section for section in bundle.self_check["errors"] if section.startswith(("chain.prompt", "chain.chain"))}
+    assert whole == {"chain.prompt.h", "chain.prompt.draft"}
+
+
+def in_step(fault: Fault) -> Fault:
+    """The fault, while the drafter's graph is built."""
+
+    def limited(patch: Patch) -> None:
+        original = eagle3.build_eagle3_step
+
+        def faulty(*arguments: Any) -> None:
+            with pytest.MonkeyPatch.context() as inner:
+                fault(inner)
+                original(*arguments)
+
+        patch.setattr(eagle3, "build_eagle3_step", faulty)
+
+    return limited
+
+
+def other_norm(patch: Patch) -> None:
+    """The final norm's weights are those of the layer's."""
+    original = eagle3.rms_norm
+
+    def rms_norm(g: Any, name: str, x: Any, weight: str, *rest: Any) -> Any:
+        swap = "layers.0.hidden_norm.weight" if weight == "norm.weight" else weight
+        return original(g, name, x, swap, *rest)
+
+    patch.setattr(eagle3, "rms_norm", rms_norm)
+
+
+def other_row(patch: Patch) -> None:
+    """The first row drafts, whichever is asked for."""
+    original = eagle3.GraphBuilder.input
+
+    def first(g: Any, spec: Any) -> Any:
+        row = original(g, spec)
+        return g.op("first", "Mul", row, g.ints(0)) if spec.name == "logit_rows" and "R" in g.contract.static else row
+
+    patch.setattr(eagle3.GraphBuilder, "input", first)
+
+
+FAULTS: dict[str, tuple[Fault, str]] = {
+    "fc": (alter_linear("fc.weight", permuted), "context.k"),
+    "keys": (alter_linear("self_attn.k_proj", permuted), "context.k"),
+    "down": (alter_linear("mlp.down_proj", permuted), "context.h"),
+    "head": (rolled_table("draft.head"), "context.draft"),
+    "head in int8": (rolled_table("draft.head_int8", "int8_table"), "context.draft"),
+    "row": (other_row, "context.h"),
+    "cache row": (shifted_write, "context.k"),
+    "cache row of a step": (in_step(shifted_write), "step.h"),
+    "final norm of a step": (in_step(other_norm), "step.draft"),
+}
+
+
+def refusal(folder: Path, mode: str, **options: Any) -> str:
+    with pytest.raises(UserError, match="self-check") as caught:
+        build(folder, mode, **options)
+    assert not (folder / "bundle").exists()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_found(tmp_path: Path, monkeypatch: Patch, fault: str) -> None:
+    make(tmp_path, "plain")
+    breakage, section = FAULTS[fault]
+    breakage(monkeypatch)
+    message = refusal(tmp_path, "layer", draft_weights="int8" if "int8" in fault else "float")
+    assert message.startswith(f"self-check: chain.{section} "), message
+
+
+WHOLE_FAULTS: dict[str, tuple[Fault, str]] = {
+    "taps as packed": (other_extract, "prompt.h"),
+    "caches of their own": (lambda patch: patch.setattr(OrtRuntime, "_share_drafter_caches", _nothing), "chain.1.h"),
+    "features that are not kept": (lambda patch: patch.setattr(OrtRuntime, "keep_pending", _nothing), "chain.1.h"),
+}
+
+
+def _nothing(*arguments: Any) -> None: ...
+
+
+@pytest.mark.parametrize("form", ["float", "int8"])
+@pytest.mark.parametrize("fault", WHOLE_FAULTS)
+def test_faults_between_engines_need_the_full_check(tmp_path: Path, monkeypatch: Patch, fault: str, form: Any) -> None:
+    make(tmp_path, "plain")
+    breakage, section = WHOLE_FAULTS[fault]
+    breakage(monkeypatch)
+    source, options = (
+        DrafterSource(tmp_path / "drafter", "chain"),
+        BuildOptions(target_weights=form, draft_weights=form),
+    )
+    build_bundle(tmp_path / "target", [source], tmp_path / "layer", options, self_check="layer")
+    with pytest.raises(UserError, match=rf"self-check: chain\.{section} differs"):
+        build_bundle(tmp_path / "target", [source], tmp_path / "full", options, self_check="full")

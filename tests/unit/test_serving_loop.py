@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from fake import FakeRuntime, Script, Toy, drafter_spec, make_bundle
+from fake import FakeRuntime, Script, Toy, draft_model_spec, drafter_spec, make_bundle
 
 from dflow_trt.decode import QueueFull
 from dflow_trt.errors import UserError
@@ -19,11 +19,13 @@ from dflow_trt.request import Request
 from dflow_trt.serving.loop import EngineFailure, Job, Piece, ServingLoop, Unavailable
 from dflow_trt.serving.metrics import ServingMetrics
 from dflow_trt.serving.series import MemorySink
+from dflow_trt.spec import NgramSpec
 
 TOY = Toy()
 FLOW = drafter_spec("flow", 8, "after_rejection")
-BUNDLE = make_bundle([FLOW], max_batch_size=2)
-SCRIPTS = {"flow": Script("mixed", 75, 1)}
+LOOKUP = NgramSpec("lookup", None, 1, 3, 5)
+BUNDLE = make_bundle([FLOW, draft_model_spec("small", 4), LOOKUP], max_batch_size=2)
+SCRIPTS = {"flow": Script("mixed", 75, 1), "small": Script("mixed", 75, 2)}
 PATIENCE = 20.0
 
 
@@ -92,11 +94,12 @@ class Bench:
     log: list[str]
     ids: Iterator[int] = field(default_factory=itertools.count)
 
-    def job(self, prompt: list[int], *, n: int = 1, timeout: float | None = None, **params: Any) -> tuple[Job, Heard]:
+    def job(
+        self, prompt: list[int], *, n: int = 1, timeout: float | None = None, strategy: str = "flow", **params: Any
+    ) -> tuple[Job, Heard]:
         number, heard = next(self.ids), Heard(wanted=n)
         chosen = SamplingParams(n=n, **{"max_tokens": 8, **params})
-        strategy = BUNDLE.strategy("flow")
-        requests = [Request(f"{number}-{k}", prompt, chosen, strategy, 0, k) for k in range(n)]
+        requests = [Request(f"{number}-{k}", prompt, chosen, BUNDLE.strategy(strategy), 0, k) for k in range(n)]
         deadline = None if timeout is None else time.monotonic() + timeout
         return Job(str(number), requests, [None] * n, heard, deadline, "task"), heard
 
@@ -149,6 +152,23 @@ def test_a_job_gets_the_tokens_of_the_target(bench: Bench) -> None:
     )
     assert bench.ended()
     assert bench.outcomes() == {"length": 1}
+
+
+@pytest.mark.parametrize(("strategy", "shown"), [("small", "draft"), ("lookup", "verify")])
+def test_draft_models_and_lookup_are_served_and_counted_by_their_names(bench: Bench, strategy: str, shown: str) -> None:
+    jobs = [bench.start([3, 4, 3, 4, i], max_tokens=40, strategy=name) for i, name in enumerate([strategy, "flow"])]
+    for i, (_, heard) in enumerate(jobs):
+        assert heard.over.wait(PATIENCE)
+        assert heard.tokens() == TOY.continuation([3, 4, 3, 4, i], 40)
+    assert bench.ended()
+    bench.metrics.flush()
+    stats = jobs[0][1].pieces[-1].stats
+    assert stats.drafted > 0
+    counts = {"rounds": stats.rounds, "drafted_tokens": stats.drafted, "accepted_tokens": stats.accepted}
+    for family, count in counts.items():
+        assert bench.sink.sum(f"dflow_{family}_total", strategy=strategy) == count
+    assert bench.sink.sum("dflow_requests_total", strategy=strategy, outcome="length") == 1
+    assert bench.sink.sum("dflow_stage_seconds_total", stage=shown) > 0
 
 
 def test_samples_of_one_job_end_one_by_one(bench: Bench) -> None:

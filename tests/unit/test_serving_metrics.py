@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake import FakeRuntime, Round, Script, Toy, drafter_spec, expect, make_bundle
+from fake import FakeRuntime, Round, Script, Toy, draft_model_spec, drafter_spec, expect, make_bundle
 
 from dflow_trt.decode import Decoder
 from dflow_trt.method.sampling import SamplingParams
@@ -18,12 +18,15 @@ from dflow_trt.request import Emission, Request
 from dflow_trt.serving import families as m
 from dflow_trt.serving.metrics import Capacity, ServingMetrics
 from dflow_trt.serving.series import Family, MemorySink, Registry, Series, TritonSink
+from dflow_trt.spec import NgramSpec
 
 TOY = Toy()
-SCRIPTS = {"flow": Script("mixed", 75, 1), "flash": Script("mixed", 60, 2)}
-BUNDLE = make_bundle([drafter_spec("flow", 8, "after_rejection"), drafter_spec("flash", 5, None)])
+SCRIPTS = {"flow": Script("mixed", 75, 1), "flash": Script("mixed", 60, 2), "small": Script("mixed", 70, 3)}
+LOOKUP = NgramSpec("lookup", None, 1, 3, 6)
+DRAFTERS = [drafter_spec("flow", 8, "after_rejection"), drafter_spec("flash", 5, None), draft_model_spec("small", 4)]
+BUNDLE = make_bundle([*DRAFTERS, LOOKUP])
 NUM_DRAFTS = BUNDLE.verify_rows - 1
-STRATEGIES, TASKS = ("ar", "flow", "flow-norelay", "flash"), ("", "code", "sums")
+STRATEGIES, TASKS = ("ar", "flow", "flow-norelay", "flash", "small", "lookup"), ("", "code", "sums")
 
 
 class Clock:
@@ -88,13 +91,13 @@ class Server:
 
 
 def mixed_traffic(server: Server) -> dict[str, tuple[Request, str]]:
-    """Sixty ragged requests of every strategy and task, joining while others run."""
+    """Ninety ragged requests of every strategy and task, joining while others run."""
     choose, asked = random.Random(5), {}
-    for i in range(60):
+    for i in range(90):
         strategy, task = choose.choice(STRATEGIES), choose.choice(TASKS)
         request = server.submit(
             f"r{i}",
-            choose.randrange(1, 40),
+            choose.randrange(1, 60),
             strategy,
             task,
             draft_tokens=choose.choice((None, None, 0, 2)),
@@ -137,6 +140,8 @@ def test_sums_equal_what_the_method_gives_for_each_strategy_and_task(served: Any
         count(m.REQUESTS, group, 1)
     assert len(wanted[m.REQUESTS]) == len(STRATEGIES) * len(TASKS), "the traffic has every pair"
     assert wanted[m.RELAYED].total() > 0
+    for strategy in STRATEGIES[1:]:
+        assert sum(count for (name, _), count in wanted[m.ACCEPTED].items() if name == strategy) > 0
     for family, counts in wanted.items():
         for (strategy, task), amount in counts.items():
             assert server.sum(family, strategy=strategy, task=task) == amount, (family.name, strategy, task)
