@@ -99,16 +99,6 @@ class Contenders:
         return self._drivers[point.strategy].run(point, asked, offsets)
 
 
-class Silent:
-    """Nobody watches how far it is."""
-
-    def begin(self, turns: int) -> None: ...
-
-    def turn(self, point: Point) -> None: ...
-
-    def note(self, line: str) -> None: ...
-
-
 # -- what a run ran on -------------------------------------------------------------------------------------------------
 
 

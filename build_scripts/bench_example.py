@@ -17,7 +17,6 @@ from typing import Any
 from bench_common import (
     Contenders,
     Goal,
-    Silent,
     check_equal,
     check_near_ties,
     float_model,
@@ -33,7 +32,7 @@ from dflow_trt.profiling.measure import Asked, LocalDriver, Run, Tick, Trace
 from dflow_trt.profiling.points import Family, Options
 from dflow_trt.profiling.record import Interval, Point, PointResult
 from dflow_trt.profiling.run import encode, tokenizer_of, vocabulary_of
-from dflow_trt.profiling.session import Driver, Session
+from dflow_trt.profiling.session import Driver, Session, Silent
 from dflow_trt.profiling.workload import Workload, random_workload, read_workload, takes_chats
 from dflow_trt.runtime.ort import OrtRuntime
 from dflow_trt.spec import AUTOREGRESSIVE
@@ -279,7 +278,7 @@ def _row(session: Session, result: PointResult, clock: str) -> dict[str, Any]:
 
 def _print(figures: dict[str, Any]) -> None:
     rows = figures["rows"]
-    columns = [name for name in rows[0] if name != "tokens"]
+    columns = [name for name in rows[0] if name != "tokens" and any(row[name] is not None for row in rows)]
     title = f"Example pair: {figures['prompts']} prompts, max_tokens {figures['max_tokens']}, greedy, "
     title += f"{figures['repetitions']} repetitions in turn; ratios of {figures['ratios_by']} time a token, paired"
     print_table(title, columns, [[row[name] for name in columns] for row in rows])

@@ -19,23 +19,25 @@ from dflow_trt.profiling.record import Point
 
 @dataclass(frozen=True)
 class Package:
-    """What a peer is installed from. module: that it can be imported says that it is there."""
+    """What a peer is installed from. imports: the modules that its worker needs."""
 
     name: str
-    module: str
+    imports: str
     requirements: tuple[str, ...]
     worker: Path
 
 
-def _package(name: str, module: str, worker: str, *requirements: str) -> Package:
-    return Package(name, module, requirements, Path(__file__).with_name(worker))
+def _package(name: str, imports: str, worker: str, *requirements: str) -> Package:
+    return Package(name, imports, requirements, Path(__file__).with_name(worker))
 
 
 CONTEXT = 2048  # rows of llama.cpp's caches
 OPENVINO = _package(
     "OpenVINO GenAI", "openvino_genai", "bench_openvino.py", "openvino-genai==2026.4.1.0", "optimum-intel==2.2.0"
 )
-LLAMA = _package("llama.cpp", "llama_cpp", "bench_llama.py", "llama-cpp-python==0.3.36", "gguf", "safetensors")
+LLAMA = _package(
+    "llama.cpp", "llama_cpp, gguf, safetensors", "bench_llama.py", "llama-cpp-python==0.3.36", "gguf", "safetensors"
+)
 
 
 PACKAGES = (OPENVINO, LLAMA)
@@ -55,21 +57,19 @@ def make_environment(folder: Path) -> None:
     where there is no wheel of it, for minutes. What does not install is said in a line."""
     python = folder / "bin" / "python"
     if not python.exists():
-        _install([sys.executable, "-m", "venv", str(folder)])
+        if failure := _failure([sys.executable, "-m", "venv", str(folder)]):
+            raise PeerError(f"{folder}: {failure}")
         (folder / ".gitignore").write_text("*\n")
     for package in PACKAGES:
-        failure = None if has_package(folder, package) else _install(_pip(python, "install", *package.requirements))
-        if failure:
+        if not has_package(folder, package) and (failure := _failure(_pip(python, "install", *package.requirements))):
             print(f"{package.name} does not install: {failure}")
     if has_package(folder, OPENVINO) and not _works(python, "import torchvision"):
-        _install(
-            _pip(python, "uninstall", "--yes", "torchvision")
-        )  # of no use for text; transformers fails on a broken one
+        _failure(_pip(python, "uninstall", "--yes", "torchvision"))  # transformers fails on one that is broken
 
 
 def has_package(folder: Path, package: Package) -> bool:
     """Whether the peer can be run from there."""
-    return _works(folder / "bin" / "python", f"import {package.module}")
+    return _works(folder / "bin" / "python", f"import {package.imports}")
 
 
 def _works(python: Path, statement: str) -> bool:
@@ -80,8 +80,8 @@ def _pip(python: Path, *arguments: str) -> list[str]:
     return [str(python), "-m", "pip", "--quiet", *arguments]
 
 
-def _install(command: list[str]) -> str | None:
-    """None, or the last line of what went wrong."""
+def _failure(command: list[str]) -> str | None:
+    """The last line of what went wrong; None if nothing did."""
     done = subprocess.run(command, capture_output=True, text=True)
     return (done.stderr.strip().splitlines() or ["no reason given"])[-1] if done.returncode else None
 
@@ -169,7 +169,7 @@ def open_worker(
     """A peer's process, its log in ``work``; None where it is not installed."""
     if environment is None or not has_package(environment, package):
         return None
-    return owned.enter_context(Worker(package, environment, threads, work / f"{package.module}.log"))
+    return owned.enter_context(Worker(package, environment, threads, work / f"{package.worker.stem}.log"))
 
 
 def open_llama(worker: Worker, target: Path, gguf: Path, stop_ids: Sequence[int]) -> tuple[str, str]:

@@ -22,7 +22,6 @@ from bench_common import (
     Contenders,
     Disagreement,
     Goal,
-    Silent,
     check_near_ties,
     common_prefix,
     float_model,
@@ -37,7 +36,7 @@ from dflow_trt.profiling import metrics
 from dflow_trt.profiling.measure import SAMPLING, Asked, LocalDriver, Run, Trace
 from dflow_trt.profiling.points import Family, Options
 from dflow_trt.profiling.record import Interval, Point
-from dflow_trt.profiling.session import Driver, Session
+from dflow_trt.profiling.session import Driver, Session, Silent
 from dflow_trt.profiling.workload import Vocabulary, random_workload
 from dflow_trt.runtime.ort import OrtRuntime
 from dflow_trt.spec import AUTOREGRESSIVE, WeightForm
@@ -163,7 +162,7 @@ def _ours(pair: Path, options: RandomOptions, owned: ExitStack) -> dict[str, Our
         plain = f"{name} {AUTOREGRESSIVE}"
         found |= {f"{name} {each}": Ours(driver, each, plain) for each in (AUTOREGRESSIVE, "dflash", "dflow")}
     driver, whole = _drivers(_build(pair, options.work, "float", SHORT_SEQ), options, owned)
-    found[f"{FLOAT} dflow{SMALL}"] = Ours(driver, "dflow", PLAIN)
+    found |= {f"{FLOAT} {each}{SMALL}": Ours(driver, each, PLAIN) for each in (AUTOREGRESSIVE, "dflow")}
     return found | {f"{FLOAT} {each}{TEXT}": Ours(whole, each, PLAIN + TEXT) for each in (AUTOREGRESSIVE, "ngram")}
 
 
@@ -307,7 +306,7 @@ def _ratios(session: Session, options: RandomOptions) -> dict[str, Interval]:
     for batch in (1, BATCH):
         dflow = _point(f"{FLOAT} dflow", batch)
         points += [(_point(f"{form} dflow", batch), _point(f"{form} ar", batch)) for form in (FLOAT, INT8)]
-        points += [(dflow, _point(f"{FLOAT} dflow{SMALL}", batch))]
+        points += [(each, _point(each.strategy + SMALL, batch)) for each in (_point(PLAIN, batch), dflow)]
     points += [(_point(f"{FLOAT} dflow", 1, context), _point(f"{FLOAT} dflow")) for context in options.contexts]
     plain, ngram, llama = (f"{name}{TEXT}" for name in (PLAIN, f"{FLOAT} ngram", "llama.cpp fp32 ar"))
     texts = [(plain, llama), (ngram, f"llama.cpp fp32 lookup{TEXT}"), (ngram, plain), (ngram, llama)]

@@ -88,9 +88,9 @@ class DrafterStages:
     dflow_cost: int = 5
     self_cost: int = 2
     eagle3_rate: float = 2e-3
-    eagle3_cost: float = 2.5
+    eagle3_cost: float = 3.6
     draft_model_rate: float = 5e-3
-    draft_model_cost: float = 0.5
+    draft_model_cost: float = 0.84
     drafts: tuple[str, ...] = ("--drafts", "7")
     anchors: tuple[str, ...] = ("--anchors", "12")
     common: tuple[str, ...] = ("--chat", "--batch-size", "4", "--max-new-tokens", "160")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,16 +46,28 @@ class Place:
     folder: Path
     run: Callable[..., Result]
 
-    def train(self, output: str = "drafter", *extra: str, **flags: Any) -> Result:
+    def arguments(self, output: str, flags: dict[str, Any]) -> list[Any]:
         values = {**SMALL, **{name.replace("_", "-"): value for name, value in flags.items()}}
         values = {"target": self.folder / "target", "prompts": self.folder / "prompts.jsonl", "threads": 1} | values
         given = [part for name, value in values.items() if value is not None for part in (f"--{name}", value)]
-        return self.run("train", "--output", self.folder / output, "--json", *given, *extra)
+        return ["train", "--output", self.folder / output, "--json", *given]
+
+    def train(self, output: str = "drafter", *extra: str, **flags: Any) -> Result:
+        return self.run(*self.arguments(output, flags), *extra)
 
     def trained(self, output: str = "drafter", *extra: str, **flags: Any) -> dict[str, Any]:
         result = self.train(output, *extra, **flags)
         assert result.code == 0, result.stderr
         return json.loads(result.stdout)
+
+    def trained_by_two(self, output: str, **flags: Any) -> dict[str, Any]:
+        """The same in two processes on the CPU."""
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "dflow_trt"]
+        run = [sys.executable, *launch, *map(str, self.arguments(output, flags))]
+        environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+        found = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        assert found.returncode == 0, found.stderr[-2000:]
+        return json.loads(found.stdout)
 
 
 def make_prompts(path: Path, count: int = 14) -> None:
@@ -86,6 +100,10 @@ def open_place(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], 
 
 def tensors(folder: Path) -> dict[str, Any]:
     return load_file(folder / "model.safetensors")
+
+
+def close(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    return left.keys() == right.keys() and all(torch.allclose(left[name], right[name], atol=1e-6) for name in left)
 
 
 def same(left: dict[str, Any], right: dict[str, Any]) -> bool:

@@ -77,9 +77,8 @@ def drafter_engine(bundle: Bundle, drafter: str) -> Engine | None:
 
 
 def _layers(spec: DrafterSpec) -> Shapes:
-    """What a drafting call reads in the form of drafters, but for the head; its engine may share another one's file."""
-    stored = KINDS[spec.kind].graphs_module().stored(spec)
-    formed: Shapes = stored[c.DRAFTER if c.DRAFTER in stored else c.CONTEXT].formed
+    """What a drafting call reads in the form of drafters, but for the head."""
+    formed: Shapes = KINDS[spec.kind].graphs_module().stored(spec)[c.DRAFTER].formed
     return {name: shape for name, shape in formed.items() if name != HEAD}
 
 
@@ -97,8 +96,8 @@ def working_set(bundle: Bundle) -> int:
 
 
 def roofline(bundle: Bundle, costs: Sequence[RoundCost], roof: Roof) -> Roofline:
-    """Every verify and draft pass that was timed, the full length of a strategy only, at one temperature: passes are the
-    same at any."""
+    """Every verify and draft pass that was timed, the full length of a strategy only. Passes are the same at any
+    temperature."""
     full: dict[tuple[str, int, int | None], RoundCost] = {}
     for cost in costs:  # sorted by drafts within a strategy
         full[cost.strategy, cost.batch, cost.input_len] = cost

@@ -38,6 +38,19 @@ class Report(Protocol):
         ...
 
 
+class Silent:
+    """A :class:`Report` to nobody."""
+
+    def begin(self, turns: int) -> None:
+        """See :class:`Report`."""
+
+    def turn(self, point: Point) -> None:
+        """See :class:`Report`."""
+
+    def note(self, line: str) -> None:
+        """See :class:`Report`."""
+
+
 class Lost(UserError):
     """The server is gone: what was measured until then stays."""
 

@@ -71,13 +71,13 @@ def target_pass(runtime: Runtime, ids: Array) -> Array:
     return logits
 
 
-def prompt_feeds(ids: Array) -> dict[str, Array]:
-    """What a model is fed to read a prompt [S] into an empty slot, with something to say about every row."""
+def prompt_feeds(ids: Array, start: int = 0) -> dict[str, Array]:
+    """What a model is fed to read tokens [S] of a prompt, ``start`` of which it has, and to say what follows each."""
     rows = np.arange(len(ids))[None]
     return {
         c.INPUT_IDS.name: ids[None],
-        c.POSITION_IDS.name: rows,
+        c.POSITION_IDS.name: start + rows,
         c.LOGIT_ROWS.name: rows,
-        c.WRITE_INDEX.name: np.zeros(1, np.int64),
-        c.KV_INDEX.name: kv_index(len(ids)),
+        c.WRITE_INDEX.name: np.array([start]),
+        c.KV_INDEX.name: kv_index(start + len(ids)),
     }

@@ -26,7 +26,7 @@ from dflow_trt.spec import DraftPolicy
 from dflow_trt.text import TextStream
 
 BEAT_SECONDS = 2.0
-GATHER_SECONDS = 0.005
+GATHER_SECONDS = 0.005  # in which sequences count as coming at once
 _PROBE_TOKENS = 4
 _PROBE_STEPS = 32
 
@@ -133,16 +133,16 @@ class Job:
 class Burst:
     """How many sequences come at once where none was in flight: as many as last time are waited for, if not for long.
 
-    One that starts a round early ends a round early, and that round costs about as much as one of all. Whoever comes
-    alone does not wait.
+    A first one that starts alone costs the others a round at the end. Whoever comes alone does not wait.
     """
 
-    def __init__(self) -> None:
-        self._start, self._expected, self._count = -GATHER_SECONDS, 0, 0
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._start, self._expected, self._count = clock() - GATHER_SECONDS, 0, 0
 
     def arrived(self, count: int, idle: bool) -> None:
-        """So many sequences came; idle: the first of them."""
-        now = time.monotonic()
+        """So many sequences came. idle: nothing was in flight."""
+        now = self._clock()
         if idle:
             self._start, self._expected, self._count = now, self._count, 0
         if now < self._start + GATHER_SECONDS:
@@ -152,7 +152,7 @@ class Burst:
         """Seconds to wait for more. most: that can start at once."""
         if self._count >= min(self._expected, most):
             return 0.0
-        return max(0.0, self._start + GATHER_SECONDS - time.monotonic())
+        return max(0.0, self._start + GATHER_SECONDS - self._clock())
 
 
 class ServingLoop:

@@ -52,7 +52,7 @@ DRAIN_SECONDS = 30.0  # for what dflow_bls has asked for, when the model is unlo
 SERVER_SECONDS = 1.0
 LAST_WORDS_SECONDS = 2.0  # that a server which cannot go on gets to answer what it still can
 WATCH_SECONDS = 0.01
-WATCH_SHARE = 10  # of the time a look at all clients takes: so long until the next, where that is more
+WATCH_SHARE = 50  # of the time a look at all clients takes: so long until the next, where that is more
 
 
 def _code(error: Exception) -> str:

@@ -92,7 +92,7 @@ def test_a_peer_that_fails_says_so(worker: Worker, tmp_path: Path) -> None:
 def test_a_peer_that_does_not_install_is_a_line(
     package: Package, environment: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    missing = replace(package, module="no_such_peer")
+    missing = replace(package, imports="no_such_peer")
     monkeypatch.setattr(bench_peers, "PACKAGES", (missing, package))
     make_environment(environment)
     [line] = capsys.readouterr().out.strip().split("\n")
@@ -102,6 +102,6 @@ def test_a_peer_that_does_not_install_is_a_line(
 
 def test_a_peer_that_is_not_installed_is_none(package: Package, environment: Path, tmp_path: Path) -> None:
     with ExitStack() as owned:
-        assert open_worker(replace(package, module="no_such_peer"), environment, 1, tmp_path, owned) is None
+        assert open_worker(replace(package, imports="no_such_peer"), environment, 1, tmp_path, owned) is None
         assert open_worker(package, None, 1, tmp_path, owned) is None
         assert open_worker(package, environment, 1, tmp_path, owned) is not None

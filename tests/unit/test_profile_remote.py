@@ -29,7 +29,7 @@ from dflow_trt.profiling.remote.base import Piece, RequestFailed
 from dflow_trt.profiling.remote.run import Address, RemoteDriver, profile_server
 from dflow_trt.profiling.remote.triton import TritonChannel
 from dflow_trt.profiling.run import Result
-from dflow_trt.profiling.session import Lost
+from dflow_trt.profiling.session import Lost, Silent
 from dflow_trt.profiling.workload import Choice
 from dflow_trt.serving.openai.answers import Answer
 from dflow_trt.serving.openai.app import Endpoint, Settings, build_app
@@ -103,14 +103,6 @@ class Server:
     def __exit__(self, *error: object) -> None:
         self.server.should_exit = True
         self._thread.join(PATIENCE)
-
-
-class Silent:
-    def begin(self, turns: int) -> None: ...
-
-    def turn(self, point: Point) -> None: ...
-
-    def note(self, line: str) -> None: ...
 
 
 @pytest.fixture

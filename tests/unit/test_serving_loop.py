@@ -16,7 +16,7 @@ from dflow_trt.decode import QueueFull
 from dflow_trt.errors import UserError
 from dflow_trt.method.sampling import SamplingParams
 from dflow_trt.request import Request
-from dflow_trt.serving.loop import EngineFailure, Job, Piece, ServingLoop, Unavailable
+from dflow_trt.serving.loop import GATHER_SECONDS, Burst, EngineFailure, Job, Piece, ServingLoop, Unavailable
 from dflow_trt.serving.metrics import ServingMetrics
 from dflow_trt.serving.series import MemorySink
 from dflow_trt.spec import NgramSpec
@@ -343,3 +343,56 @@ def test_a_handle_belongs_to_one_job(bench: Bench) -> None:
     again.handle = job.handle
     with pytest.raises(UserError, match="handle '0' is in use"):
         bench.loop.submit(again)
+
+
+# -- sequences that come at once ---------------------------------------------------------------------------------------
+
+
+def test_as_many_as_came_at_once_are_waited_for(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflow_trt.serving.loop.GATHER_SECONDS", PATIENCE)
+    _, first = bench.start([3, 1, 4])
+    assert first.over.wait(PATIENCE), "nobody is expected yet"
+    for _ in range(2):
+        bench.runtime.go.clear()
+        pair = [bench.start(prompt)[1] for prompt in ([3, 1, 4], [1, 5, 9])]
+        bench.runtime.go.set()
+        assert all(heard.over.wait(PATIENCE) for heard in pair)
+        assert bench.ended()
+    bench.runtime.at_work.clear()
+    bench.start([3, 1, 4])
+    assert not bench.runtime.at_work.wait(0.05), "the other one may come yet"
+    _, last = bench.start([1, 5, 9])
+    assert last.over.wait(PATIENCE)
+
+
+def test_a_cancel_and_the_end_are_not_kept_waiting(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflow_trt.serving.loop.GATHER_SECONDS", 10 * PATIENCE)
+    bench.start([3], n=2)
+    assert bench.ended()
+    job, heard = bench.start([3])
+    bench.loop.cancel(job.handle)
+    assert heard.over.wait(PATIENCE)
+    assert heard.reasons == {0: "cancelled"}
+
+
+def test_who_comes_alone_does_not_wait_and_nobody_waits_long() -> None:
+    now = [100.0]
+    burst = Burst(lambda: now[0])
+
+    def come(after: float, count: int = 1, idle: bool = False, slots: int = 8) -> float:
+        now[0] += after
+        burst.arrived(count, idle)
+        return burst.patience(slots)
+
+    soon, late = GATHER_SECONDS / 4, 3 * GATHER_SECONDS
+    assert come(0, idle=True) == 0.0
+    assert come(late) == 0.0, "while another runs"
+    assert come(late, idle=True) == 0.0, "it was alone last time"
+    assert come(soon, 2) == 0.0
+    assert come(late, idle=True) == pytest.approx(GATHER_SECONDS), "three came at once"
+    assert come(soon) == pytest.approx(GATHER_SECONDS - soon)
+    assert come(soon) == 0.0
+    assert come(late, 2, idle=True, slots=2) == 0.0, "no more can start"
+    assert come(late, idle=True) > 0.0
+    now[0] += GATHER_SECONDS
+    assert burst.patience(8) == 0.0

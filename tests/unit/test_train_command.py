@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +15,7 @@ pytest.importorskip("transformers", reason="training needs transformers (the ext
 
 from accelerate.utils import DistributedType  # noqa: E402
 from tiny import edit_config, make_drafter, make_target  # noqa: E402
-from train_place import SMALL, Place, StopAt, make_prompts, open_place, same, tensors  # noqa: E402
+from train_place import Place, StopAt, close, make_prompts, open_place, same, tensors  # noqa: E402
 
 from dflow_trt.checkpoint.drafter import read_drafter  # noqa: E402
 from dflow_trt.checkpoint.target import read_target  # noqa: E402
@@ -134,19 +132,10 @@ def test_bfloat16_products_leave_weights_in_float32(place: Place) -> None:
 
 @pytest.mark.slow
 def test_two_processes_train_what_one_trains_with_twice_the_batches(place: Place) -> None:
-    flags = {**SMALL, **SHAPE, "mode": "dflow", "threads": 1, "target": place.folder / "target"}
-    flags |= {"prompts": place.folder / "prompts.jsonl"}
-    command = ["train", "--json", *(str(part) for name, value in flags.items() for part in (f"--{name}", value))]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "dflow_trt"]
-    run = [*launch, *command, "--output", str(place.folder / "two")]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    found = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert found.returncode == 0, found.stderr[-2000:]
-    assert json.loads(found.stdout)["processes"] == 2, "and only the first process prints"
+    two = place.trained_by_two("two", mode="dflow", **SHAPE)
+    assert two["processes"] == 2, "and only the first process prints"
     place.trained("one", mode="dflow", accumulate=2, **SHAPE)
-    one, two = tensors(place.folder / "one"), tensors(place.folder / "two")
-    assert one.keys() == two.keys()
-    assert all(torch.allclose(one[name], two[name], atol=1e-6) for name in one)
+    assert close(tensors(place.folder / "one"), tensors(place.folder / "two"))
 
 
 def test_self_conditioned_training_has_more_rounds_and_no_relay(place: Place) -> None:

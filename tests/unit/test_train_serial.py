@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="training needs torch (the extra `tr
 pytest.importorskip("transformers", reason="training needs transformers (the extra `train`)")
 
 from tiny import make_target  # noqa: E402
-from train_place import Place, StopAt, make_prompts, open_place, same, tensors  # noqa: E402
+from train_place import Place, StopAt, close, make_prompts, open_place, same, tensors  # noqa: E402
 from transformers import Qwen3ForCausalLM  # noqa: E402
 
 from dflow_trt.checkpoint.eagle3 import read_eagle3  # noqa: E402
@@ -123,6 +123,14 @@ def test_a_dry_run_tells_the_processor_time_of_a_step_and_writes_nothing(place: 
     assert sorted(place.folder.rglob("*")) == before
     assert figures["cpu_seconds_a_step"] > 0
     assert figures["parameters"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_two_processes_train_what_one_trains_with_twice_the_batches(place: Place, mode: str) -> None:
+    assert place.trained_by_two("two", **MODES[mode])["processes"] == 2
+    place.trained("one", accumulate=2, **MODES[mode])
+    assert close(tensors(place.folder / "one"), tensors(place.folder / "two"))
 
 
 @pytest.mark.parametrize("mode", MODES)
