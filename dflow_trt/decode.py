@@ -223,7 +223,7 @@ class Decoder:
             return None
         spec = self._bundle.drafters[drafter].spec
         limit = draft_length(spec.num_drafts, slot.remaining, slot.request.draft_tokens)
-        return Candidate(drafter, limit, slot.acceptance, spec.serial) if limit else None
+        return Candidate(drafter, limit, slot.acceptance, spec.serial, spec.decoder is None) if limit else None
 
     # -- draft -------------------------------------------------------------------------------------------------------
 

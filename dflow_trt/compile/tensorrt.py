@@ -87,7 +87,7 @@ class TensorRT:
     def check_machine(self, build: BuildSpec, drafters: Sequence[DrafterSpec]) -> None:
         """UserError where TensorRT, a GPU or the plugin is missing."""
         self._machine(build)
-        if drafters:
+        if any(spec.taps for spec in drafters):
             self._plugin_library()
 
     def _check_options(self, build: BuildSpec) -> None:
@@ -137,7 +137,7 @@ class TensorRT:
 
     def compile(self, bundle: Bundle, note: Note) -> Bundle:
         """See :meth:`dflow_trt.compile.base.Backend.compile`."""
-        machine, plugin = self._machine(bundle.build), self._plugin_library() if bundle.drafters else None
+        machine, plugin = self._machine(bundle.build), self._plugin_library() if bundle.taps else None
         jobs = [self._job(bundle, name, contract, machine, plugin) for name, contract in bundle.contracts()]
         engines = {Path(job.engine).name: self._entry(job, note) for job in jobs}
         files = dict(bundle.files) if self._options.keep_onnx else _without_graphs(bundle)

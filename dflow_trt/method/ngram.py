@@ -16,13 +16,14 @@ class NgramIndex:
         self._ends: dict[tuple[int, ...], int] = {}
         self._read = 0
 
-    def read(self, tokens: Sequence[int]) -> None:
-        """Take up what was appended since the last call."""
-        for end in range(max(1, self._read), len(tokens)):  # tokens[end] is what follows
+    def read(self, tokens: Sequence[int], count: int | None = None) -> None:
+        """Take up what was appended since the last call; of the first ``count`` tokens alone, where that is given."""
+        length = len(tokens) if count is None else count
+        for end in range(max(1, self._read), length):  # tokens[end] is what follows
             for size in self._sizes:
                 if size <= end:
                     self._ends[tuple(tokens[end - size : end])] = end
-        self._read = max(self._read, len(tokens))
+        self._read = max(self._read, length)
 
     def continuation(self, tokens: Sequence[int], count: int) -> list[int]:
         """What followed the longest run of last tokens that stood here before, where it did so last; else nothing.

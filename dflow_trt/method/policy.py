@@ -94,19 +94,21 @@ class LineCost:
 class Candidate:
     """A request that could be drafted for: by which drafter, at most how many drafts, what was accepted so far.
 
-    serial: the drafts are made one after another.
+    serial: the drafts are made one after another. free: no engine makes them.
     """
 
     drafter: str
     limit: int
     acceptance: Acceptance
     serial: bool = False
+    free: bool = False
 
 
 def draft_load(requests: Sequence[Candidate | None], lengths: Sequence[int]) -> float:
     """The size of drafting so many for each request: 0 for none, else rows, where a step of its own counts ``KNEE``
     rows more. Drafts made at once are one step; those made one after another, a step each."""
-    drafted = [(request, length) for request, length in zip(requests, lengths, strict=True) if request and length]
+    pairs = zip(requests, lengths, strict=True)
+    drafted = [(request, length) for request, length in pairs if request and length and not request.free]
     if not drafted:
         return 0.0
     steps = max(length if request.serial else 1 for request, length in drafted)

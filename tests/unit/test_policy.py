@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from dflow_trt.errors import UserError
 from dflow_trt.method.policy import (
     HOPE,
+    KNEE,
     PRIOR_ROUNDS,
     Acceptance,
     AdaptiveLength,
@@ -161,6 +162,40 @@ def test_a_line_through_times_is_found(start: float, slope: float, seed: int) ->
         cost.record(rows, start + slope * rows)
     for rows in (1, 50, 150):
         assert cost.at(rows) == pytest.approx(start + slope * rows, rel=0.15, abs=0.1 * cost.milliseconds)
+
+
+def settle(policy: AdaptiveLength, request: Candidate, step_ms: float, rounds: int = 300) -> int:
+    """The length that the policy settles on for one serial request whose drafts are all accepted: 10 ms a target row
+    block, ``step_ms`` a draft."""
+    length = 0
+    for _ in range(rounds):
+        length = policy.lengths([request])[0]
+        policy.timed(length + 1, 10.0, draft_load([request], [length]), step_ms * length)
+        policy.accepted(request, length, length)
+    return length
+
+
+def test_a_serial_drafter_pays_by_the_draft() -> None:
+    """Each draft saves a target pass of 10 ms: worth a step of 2 ms, not one of 30, whatever the first rounds were."""
+    assert settle(AdaptiveLength(), Candidate("small", 4, Acceptance(), serial=True), step_ms=2.0) == 4
+    assert settle(AdaptiveLength(), Candidate("slow", 4, Acceptance(), serial=True), step_ms=30.0) <= 1
+
+
+def test_the_load_counts_steps_and_rows() -> None:
+    block = [Candidate("flow", 7, Acceptance()) for _ in range(3)]
+    serial = [Candidate("small", 7, Acceptance(), serial=True) for _ in range(3)]
+    assert draft_load(block, [7, 0, 2]) == 2
+    assert draft_load(serial, [1, 1, 1]) == draft_load(block, [1, 1, 1]) == 3
+    assert draft_load(serial, [4, 1, 0]) == 4 * (KNEE + 2) - KNEE
+    assert draft_load([None, *serial], [0, 0, 0, 0]) == 0
+
+
+def test_drafts_that_cost_nothing_say_nothing_of_those_that_do() -> None:
+    policy, free = AdaptiveLength(), [Candidate("ngram", 8, Acceptance(), free=True)]
+    assert draft_load(free, [8]) == 0
+    policy.timed(9, 10.0, draft_load(free, [8]), 0.0)
+    slow = Candidate("slow", 4, Acceptance(), serial=True)
+    assert settle(policy, slow, step_ms=30.0) == settle(AdaptiveLength(), slow, step_ms=30.0) <= 1
 
 
 def test_an_unknown_policy_is_refused_by_name() -> None:
