@@ -202,6 +202,11 @@ def _longest(results: Sequence[PointResult], policy: str | None = None) -> list[
     return [result for result in results if result.point in kept]
 
 
+def _swept(profile: Profile) -> str:
+    """What a caption adds where :func:`_longest` left points out."""
+    return " Of several draft lengths, the longest." if any(r.point.draft_tokens for r in profile.results) else ""
+
+
 def _most_drafts(point: Point) -> float:
     return float("inf") if point.draft_tokens is None else point.draft_tokens
 
@@ -263,7 +268,7 @@ def _latency_chart(profile: Profile) -> Chart | None:
         _log_if_wide(axes)
     row[0].set_ylabel("share of samples")
     _legend(figure, row[0])
-    caption = f"Load: {results[0].point.load}. Tokens that came together share the gap before them."
+    caption = f"Load: {results[0].point.load}. Tokens that came together share the gap before them." + _swept(profile)
     return _chart("latency", "Latency", caption, figure)
 
 
@@ -306,7 +311,7 @@ def _load_chart(loads: Loads, profile: Profile) -> Chart | None:
         axes.xaxis.set_major_formatter("{x:g}")
         axes.set_ylim(bottom=0)
     _legend(figure, row[0])
-    return _chart(loads.name, loads.title, loads.caption, figure)
+    return _chart(loads.name, loads.title, loads.caption + _swept(profile), figure)
 
 
 def _or_nan(value: float | None) -> float:
@@ -363,6 +368,7 @@ def _acceptance_chart(profile: Profile) -> Chart | None:
         axes.set_title(title)
     figure.supxlabel("draft position; tau: tokens a round, bonus token included", fontsize=10, color=FAINT)
     caption = f"Percent of all rounds that accepted this draft and those before it. Load: {results[0].point.load}."
+    caption += _swept(profile)
     return _chart("acceptance", "Acceptance by position and task", caption, figure)
 
 

@@ -19,6 +19,7 @@ from dflow_trt.profiling.measure import PREFILL, Asked, LocalDriver, TimedDecode
 from dflow_trt.profiling.metrics import median_stages
 from dflow_trt.profiling.record import Point, RoundCost
 from dflow_trt.request import Request, Slot
+from dflow_trt.spec import DrafterSpec
 
 PASSES = 4  # over all strategies, every second one in the other direction
 LEAST_ROUNDS, MOST_ROUNDS = 2, 6  # of a length in a pass
@@ -33,7 +34,7 @@ class _Sample:
 
 
 def lengths(num_drafts: int, wanted: Iterable[int] = ()) -> list[int]:
-    """Draft lengths to time: one less than powers of two, all of a block, and those that were asked for."""
+    """Draft lengths to time: one less than powers of two, all that there are, and those that were asked for."""
     powers = itertools.takewhile(lambda k: k < num_drafts, (2**i - 1 for i in itertools.count(1)))
     return sorted({*powers, num_drafts, *(k for k in wanted if 0 < k < num_drafts)})
 
@@ -46,19 +47,17 @@ def measure_costs(
     samples: dict[Point, list[_Sample]] = defaultdict(list)
     for turn in range(PASSES):
         for point in points if turn % 2 == 0 else reversed(points):
-            drafter = bundle.strategy(point.strategy).drafter
-            num_drafts = bundle.drafters[drafter].spec.num_drafts if drafter is not None else 0
-            lane = _Lane(driver.decoder(point, _FullRounds), bundle, point, asked)
-            samples[point] += lane.measure(lengths(num_drafts, wanted) if num_drafts else [0])
-    return [cost for point in points for cost in _costs(point, _kind(bundle, point.strategy), samples[point])]
+            spec, lane = _spec(bundle, point), _Lane(driver.decoder(point, _FullRounds), bundle, point, asked)
+            samples[point] += lane.measure(lengths(spec.num_drafts, wanted) if spec else [0])
+    return [cost for point in points for cost in _costs(point, _spec(bundle, point), samples[point])]
 
 
-def _kind(bundle: Bundle, strategy: str) -> str | None:
-    drafter = bundle.strategy(strategy).drafter
-    return bundle.drafters[drafter].spec.kind if drafter is not None else None
+def _spec(bundle: Bundle, point: Point) -> DrafterSpec | None:
+    drafter = bundle.strategy(point.strategy).drafter
+    return bundle.drafters[drafter].spec if drafter is not None else None
 
 
-def _costs(point: Point, kind: str | None, samples: Sequence[_Sample]) -> list[RoundCost]:
+def _costs(point: Point, spec: DrafterSpec | None, samples: Sequence[_Sample]) -> list[RoundCost]:
     by_length: dict[int, list[_Sample]] = defaultdict(list)
     for sample in samples:
         by_length[sample.drafts].append(sample)
@@ -66,7 +65,7 @@ def _costs(point: Point, kind: str | None, samples: Sequence[_Sample]) -> list[R
     return [
         RoundCost(
             strategy=point.strategy,
-            kind=kind,
+            kind=spec.kind if spec else None,
             batch=point.concurrency,
             temperature=point.temperature,
             input_len=point.input_len,
