@@ -1,11 +1,11 @@
-"""Draft models and prompt lookup for the bundles of tests: random ones, and the target as its own draft model."""
+"""Serial drafters and prompt lookup for the bundles of tests: random ones, and the target as its own draft model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 
-from tiny import Config, make_target
+from tiny import Config, make_eagle3, make_target
 
 from dflow_trt.build import DrafterSource
 
@@ -19,6 +19,8 @@ MODEL: Config = {
     "theta": 5000.0,
 }
 MODEL_DRAFTS = 5
+CHAIN: Config = {"draft_vocab_size": 20, "seed": 8}
+CHAIN_DRAFTS = 4
 LOOKUP: Mapping[str, int] = {"min": 1, "max": 3, "drafts": 7}
 
 
@@ -33,3 +35,10 @@ def draft_sources(
             make_target(folder / name, vocab_size=vocab, **keys)
         sources.append(DrafterSource(folder / ("target" if keys is None else name), name, {"drafts": MODEL_DRAFTS}))
     return sources + ([] if lookup is None else [DrafterSource(Path("ngram"), settings=lookup)])
+
+
+def chain_sources(folder: Path, target: Config, chains: Mapping[str, Config]) -> list[DrafterSource]:
+    """EAGLE-3 drafters by name, written beside the target, as ``make_eagle3`` takes them."""
+    for name, keys in chains.items():
+        make_eagle3(folder / name, target, **keys)
+    return [DrafterSource(folder / name, name, {"drafts": CHAIN_DRAFTS}) for name in chains]

@@ -14,9 +14,7 @@ from dflow_trt.training.recipe import DrafterLoss, cross_entropy
 from dflow_trt.training.shapes import DraftModelShape
 from dflow_trt.training.simulate import Play, serial_rounds
 from dflow_trt.training.target import ReadBatch, TextAlone, attention_bias, cache_argument, verify_mask
-from dflow_trt.training.trainee import STACK_KEYS, taken_over
-
-TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+from dflow_trt.training.trainee import STACK_KEYS, TOKEN_KEYS, taken_over
 
 
 class NextTokenLoss(DrafterLoss):

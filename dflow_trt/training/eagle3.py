@@ -28,7 +28,7 @@ from dflow_trt.training.rollout import trajectory_after
 from dflow_trt.training.shapes import Eagle3Shape
 from dflow_trt.training.simulate import Play, serial_rounds
 from dflow_trt.training.target import FrozenTarget, ReadBatch
-from dflow_trt.training.trainee import STACK_KEYS, taken_over
+from dflow_trt.training.trainee import STACK_KEYS, TOKEN_KEYS, taken_over
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 TAPS = "eagle_aux_hidden_state_layer_ids"
@@ -278,7 +278,7 @@ def make_head(
         torch.manual_seed(seed)
         head = Eagle3Head(
             config(
-                **taken_over(target_config, (*STACK_KEYS, "hidden_size")),
+                **taken_over(target_config, (*STACK_KEYS, *TOKEN_KEYS, "hidden_size")),
                 intermediate_size=shape.intermediate_size,
                 num_hidden_layers=1,
                 num_attention_heads=shape.heads,

@@ -15,6 +15,7 @@ STACK_KEYS = (
     *("rope_parameters", "rope_theta", "rope_scaling"),
 )
 """What every new drafter's configuration takes over from the target's."""
+TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class Trainee(Protocol):

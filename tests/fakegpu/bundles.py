@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from draft_sources import draft_sources
+from draft_sources import chain_sources, draft_sources
 from tiny import Config, make_drafter, make_target
 
 from dflow_trt.build import BuildOptions, DrafterSource, build_bundle
@@ -39,11 +39,12 @@ def tiny_bundle(
     int8: bool = False,
     models: Mapping[str, Config | None] | None = None,
     lookup: Mapping[str, int] | None = None,
+    chains: Mapping[str, Config] | None = None,
     **target: Any,
 ) -> Bundle:
     """A random pair, built for ONNX Runtime: 8 slots, prompts of 120, sequences of 192.
 
-    models, lookup: see :func:`draft_sources.draft_sources`.
+    models, lookup, chains: see :mod:`draft_sources`.
     """
     config = make_target(folder / "target", vocab_size=VOCAB, eos=[1], **target)
     for name, keys in drafters.items():
@@ -56,7 +57,7 @@ def tiny_bundle(
         target_weights="int8" if int8 else "float",
     )
     sources = [DrafterSource(folder / name, name) for name in drafters]
-    sources += draft_sources(folder, VOCAB, models or {}, lookup)
+    sources += draft_sources(folder, VOCAB, models or {}, lookup) + chain_sources(folder, config, chains or {})
     return build_bundle(folder / "target", sources, folder / "bundle", options, self_check="off")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from draft_sources import LOOKUP, MODEL, draft_sources
+from draft_sources import CHAIN, LOOKUP, MODEL, chain_sources, draft_sources
 from tiny import Config, make_drafter, make_target
 
 from dflow_trt.build import BuildOptions, DrafterSource, build_bundle
@@ -41,7 +41,7 @@ class Pair:
 class Variant:
     """How one tiny pair differs from the plain one; drafters by name, as ``make_drafter`` takes them.
 
-    models, lookup: see :func:`draft_sources.draft_sources`.
+    models, lookup, chains: see :mod:`draft_sources`.
     """
 
     target: Mapping[str, Any]
@@ -49,6 +49,7 @@ class Variant:
     drafters: Mapping[str, Config] = field(default_factory=lambda: {"dflash": FLASH, "dflow": FLOW})
     models: Mapping[str, Config | None] = field(default_factory=dict)
     lookup: Mapping[str, int] | None = None
+    chains: Mapping[str, Config] = field(default_factory=dict)
     draft_weights: WeightForm | None = None
 
 
@@ -63,7 +64,9 @@ VARIANTS = {
     "sliding window": Variant(WINDOW),
     "int8 target": Variant({}, weights="int8"),
     "domino": Variant({}, drafters=DOMINO),
-    "draft models": Variant({}, drafters={"dflow": FLOW}, models={"self": None, "model": MODEL}, lookup=LOOKUP),
+    "other kinds": Variant(
+        {}, drafters={"dflow": FLOW}, models={"self": None, "model": MODEL}, lookup=LOOKUP, chains={"eagle3": CHAIN}
+    ),
 }
 
 
@@ -83,6 +86,7 @@ def build_tiny(folder: Path, variant: Variant) -> Pair:
     )
     sources = [DrafterSource(folder / name, name) for name in variant.drafters]
     sources += draft_sources(folder, VOCAB, variant.models, variant.lookup)
+    sources += chain_sources(folder, draft, variant.chains)
     bundle = build_bundle(folder / "target", sources, folder / "bundle", options)
     return Pair(bundle, folder / "target", OrtRuntime(bundle, threads=1))
 

@@ -285,8 +285,8 @@ def test_tiny_sampling_is_the_same_under_every_strategy(tiny_pair: GetPair, plai
     for strategy, batch in [(each, 8) for each in plain.strategies[1:]] + [("ar", 1), ("dflow", 3), ("mixed", 5)]:
         outputs = generate(plain, prompts, params, mixed if strategy == "mixed" else strategy, batch)
         assert [fingerprint(out) for out in outputs] == wanted, f"{strategy} in batches of {batch}"
-    other = tiny_pair("draft models")  # of the same target
-    outputs = generate(other, prompts, params, ["self", "model", "ngram"] * 2, batch=5)
+    other = tiny_pair("other kinds")  # of the same target
+    outputs = generate(other, prompts, params, ["self", "model", "ngram", *["eagle3"] * 3], batch=5)
     assert [fingerprint(out) for out in outputs] == wanted, "drafters of other kinds"
     samples = [o.token_ids for o in generate(plain, prompts, params, "dflow")[2].outputs]
     assert len(samples) == 3

@@ -51,7 +51,7 @@ def test_reused_rows_change_neither_tokens_nor_drafts(tiny_pair: GetPair, varian
     warm = run(pair, pair.runtime, True, batch, strategies)
     assert [counts(out) for out in warm] == [counts(out) for out in cold]
     assert sum(out.stats.reused_tokens for out in cold) == 0
-    assert sum(out.stats.reused_tokens for out in warm) > 60
+    assert sum(out.stats.reused_tokens for out in warm) > 40
 
 
 def test_reuse_reads_no_row_that_is_not_live(tiny_pair: GetPair) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import fakegpu
 import numpy as np
 import pytest
-from draft_sources import LOOKUP, MODEL
+from draft_sources import CHAIN, LOOKUP, MODEL
 from fakegpu.bundles import DRAFTERS, VOCAB, make_jobs, run_jobs, tiny_bundle, tokens
 
 from dflow_trt import contract as c
@@ -36,6 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "models": {"self": None, "model": {**MODEL, "num_key_value_heads": 1}},
         "lookup": LOOKUP,
     },
+    "chains": {"drafters": {"dflow": DRAFTERS["dflow"]}, "chains": {"eagle3": CHAIN}},
     "dflash2": {
         "drafters": {
             "dflash2": {"block_size": 6, "seed": 5, "dflash2": {}},
