@@ -126,12 +126,12 @@ def test_memory_plan_counts_weights_and_caches(made: Path) -> None:
     bundle = open_bundle(made / "bundle", verify=False)
     plan = plan_memory(bundle, 2)
     data = sum(path.stat().st_size for path in bundle.path.glob("*.data"))
-    rows = bundle.cache_rows
-    assert plan.weights == data
+    rows, packed = bundle.cache_rows, 256 * 64 + 4096  # the second drafter's int8 head, and a page of its scales
+    assert plan.weights == data + packed
     assert plan.target_cache == 2 * 4 * 2 * 2 * rows * 32 * 4  # k,v x layers x slots x kv heads x rows x size x bytes
     assert plan.drafter_cache == 2 * (2 * 2 * 2 * 2 * rows * 32 * 4)
     state = plan.relay_state + plan.outputs + plan.workspace
-    assert plan.total == data + plan.target_cache + plan.drafter_cache + state
+    assert plan.total == data + packed + plan.target_cache + plan.drafter_cache + state
     assert plan_memory(bundle, 4).target_cache == 2 * plan.target_cache
 
 

@@ -230,7 +230,8 @@ def test_what_a_build_is_told(tmp_path: Path) -> None:
         "EAGLE-3 of 1 layers, hidden 64, 4/2 heads of 32, vocabulary 100, 5 drafts, taps [1, 3, 4]"
     )
     files = stored(spec)
-    assert files.keys() == {c.CONTEXT}, "the drafter's graph refers to the context's file"
+    assert files.keys() == {c.CONTEXT, c.DRAFTER}
+    assert files[c.DRAFTER].shared_with == c.CONTEXT, "the drafter's graph refers to the context's file"
     assert files[c.CONTEXT].wide["fc.weight"] == (64, 192)
     assert files[c.CONTEXT].formed["lm_head.weight"] == (128, 64)
     assert not files[c.CONTEXT].head
