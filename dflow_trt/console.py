@@ -123,7 +123,8 @@ def show_bundle(bundle: Bundle) -> None:
     _say(f"         licence: {escape(target.licence or 'not stated')}; fingerprint {bundle.target_fingerprint[:12]}")
     for name, entry in bundle.drafters.items():
         _say(f"drafter  [bold]{name}[/]: {drafter_line(entry.spec)}")
-        _say(f"         licence: {escape(entry.spec.licence or 'not stated')}; fingerprint {entry.fingerprint[:12]}")
+        if KINDS[entry.spec.kind].architectures:  # it has a checkpoint
+            _say(f"         licence: {escape(entry.spec.licence or 'not stated')}; fingerprint {entry.fingerprint[:12]}")
     build = bundle.build
     _say(
         f"limits   batch {build.max_batch_size}, input {build.max_input_len}, sequence {build.max_seq_len}, "

@@ -95,7 +95,7 @@ def _what(plan: Plan, figures: dict[str, Any]) -> str:
     """The drafter's kind and sizes, in words."""
     shape, size = plan.shape, f"{figures['parameters']:,} parameters"
     if isinstance(shape, DraftModelShape):
-        sizes = f"{_layers(shape.layers)}, hidden size {shape.hidden_size}, {size}"
+        sizes = f"{_layers(shape.layers)}, hidden size {shape.hidden_size},\n{size}"
         return f"A smaller Qwen3 model with the target's tokenizer: {sizes}"
     taps = ", ".join(map(str, shape.taps))
     if isinstance(shape, Eagle3Shape):
