@@ -6,7 +6,11 @@ setup_environment
 
 demo=${1:-$root/demo}
 case $demo in -*) echo "usage: demo.sh [FOLDER]   (default: demo/ in the checkout)" >&2 && exit 2 ;; esac
-[ -d "$demo/target" ] || dflow-trt example "$demo" >/dev/null
-dflow-trt build --target "$demo/target" --drafter "$demo/dflash" --drafter "$demo/dflow" --output "$demo/bundle" --force
+[ -d "$demo/eagle3" ] || dflow-trt example "$demo" >/dev/null
+drafters=()
+for each in dflash dflow eagle3 draft-model; do drafters+=(--drafter "$demo/$each"); done
+dflow-trt build --target "$demo/target" "${drafters[@]}" --drafter ngram --output "$demo/bundle" --force
+strategies=()
+for each in ngram draft-model eagle3 dflash dflow-norelay dflow; do strategies+=(--strategy "$each"); done
 dflow-trt generate "$demo/bundle" --prompts "$demo/prompts.jsonl" --chat --limit 24 --batch-size 1 --threads 1 \
-  --strategy dflash --strategy dflow-norelay --strategy dflow --compare-ar
+  "${strategies[@]}" --compare-ar

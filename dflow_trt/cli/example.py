@@ -13,11 +13,11 @@ from dflow_trt.cli.interrupts import loading
 @click.command()
 @click.argument("folder", type=FOLDER)
 def example(folder: Path) -> None:
-    """Write the example pair (target, dflash and dflow drafters, prompts) into FOLDER."""
+    """Write the example (a target, drafters of several kinds, prompts) into FOLDER."""
     with loading():
         from dflow_trt.example import write_example
 
     names = write_example(folder)
     click.echo(f"{folder}: {', '.join(names)}")
-    drafters = " ".join(f"--drafter {folder / name}" for name in names if name in ("dflash", "dflow"))
+    drafters = " ".join(f"--drafter {folder / name}" for name in names if name not in ("target", "prompts.jsonl"))
     click.echo(f"next: dflow-trt build --target {folder / 'target'} {drafters} --output {folder / 'bundle'}")

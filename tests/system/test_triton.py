@@ -416,7 +416,7 @@ async def main():
         print("got", flush=True)
         return True
     async with InferenceServerClient(sys.argv[2]) as client:
-        options = {"text_input": sys.argv[3], "max_tokens": 160, "ignore_eos": True, "stream": True, "strategy": "ar"}
+        options = {"text_input": sys.argv[3], "max_tokens": 500, "ignore_eos": True, "stream": True, "strategy": "ar"}
         await asyncio.gather(*(ask(client, "dflow_bls", options, on_response=tell, parameters={"task": "killed"})
                                for _ in range(4)))
 
