@@ -124,7 +124,9 @@ def show_bundle(bundle: Bundle) -> None:
     for name, entry in bundle.drafters.items():
         _say(f"drafter  [bold]{name}[/]: {drafter_line(entry.spec)}")
         if KINDS[entry.spec.kind].architectures:  # it has a checkpoint
-            _say(f"         licence: {escape(entry.spec.licence or 'not stated')}; fingerprint {entry.fingerprint[:12]}")
+            _say(
+                f"         licence: {escape(entry.spec.licence or 'not stated')}; fingerprint {entry.fingerprint[:12]}"
+            )
     build = bundle.build
     _say(
         f"limits   batch {build.max_batch_size}, input {build.max_input_len}, sequence {build.max_seq_len}, "

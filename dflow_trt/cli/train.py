@@ -115,6 +115,7 @@ def train(
     with progress.Bar(shown=compute.first and not dry_run) as bar:
         run = (plan, output, place, resume, force, command, bar, compute)
         figures = job.estimate(plan, compute) if dry_run else job.train(*run)
+    compute.close()
     if compute.first:
         _show_figures(figures, as_json)
 

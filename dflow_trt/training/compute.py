@@ -70,6 +70,10 @@ class Compute:
         """Until every process is here."""
         self.accelerator.wait_for_everyone()
 
+    def close(self) -> None:
+        """Leave the other processes: one whose threads still wait for them may abort as it exits."""
+        self.accelerator.end_training()
+
     def autocast(self) -> Any:
         """A context in which matrix products run in the precision."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
