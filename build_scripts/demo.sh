@@ -8,7 +8,7 @@ demo=${1:-$root/demo}
 case $demo in -*) echo "usage: demo.sh [FOLDER]   (default: demo/ in the checkout)" >&2 && exit 2 ;; esac
 [ -d "$demo/eagle3" ] || dflow-trt example "$demo" >/dev/null
 drafters=()
-for each in dflash dflow eagle3 draft-model; do drafters+=(--drafter "$demo/$each"); done
+for each in dflash dflow eagle3:drafts=7 draft-model:drafts=7; do drafters+=(--drafter "$demo/$each"); done
 dflow-trt build --target "$demo/target" "${drafters[@]}" --drafter ngram --output "$demo/bundle" --force
 strategies=()
 for each in ngram draft-model eagle3 dflash dflow-norelay dflow; do strategies+=(--strategy "$each"); done

@@ -9,6 +9,9 @@ import click
 from dflow_trt.cli.common import FOLDER
 from dflow_trt.cli.interrupts import loading
 
+OTHERS = ("target", "prompts.jsonl")
+SETTINGS = dict.fromkeys(("eagle3", "draft-model"), ":drafts=7")  # as many as the blocks of the others have
+
 
 @click.command()
 @click.argument("folder", type=FOLDER)
@@ -19,5 +22,5 @@ def example(folder: Path) -> None:
 
     names = write_example(folder)
     click.echo(f"{folder}: {', '.join(names)}")
-    drafters = " ".join(f"--drafter {folder / name}" for name in names if name not in ("target", "prompts.jsonl"))
+    drafters = " ".join(f"--drafter {folder / name}{SETTINGS.get(name, '')}" for name in names if name not in OTHERS)
     click.echo(f"next: dflow-trt build --target {folder / 'target'} {drafters} --output {folder / 'bundle'}")
