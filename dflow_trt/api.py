@@ -184,7 +184,7 @@ class LLM:
         self._max_queue = max_queue
         options: dict[str, Any] = {"draft_policy": draft_policy, "prefix_reuse": prefix_reuse}
         self._decoder = Decoder(self.bundle, self._runtime, max_queue, slots, **options)
-        self._lock = threading.Lock()
+        self._lock, self._stepping = threading.Lock(), threading.RLock()
         self._running_in: int | None = None
         self._closed = False
         self._ids = itertools.count()
@@ -212,7 +212,8 @@ class LLM:
     def close(self) -> None:
         """Release the engines; the LLM cannot be used any more."""
         self._closed = True
-        self._runtime.close()
+        with self._stepping:  # another thread's round ends first, and is its last
+            self._runtime.close()
 
     def generate(
         self,
@@ -284,10 +285,12 @@ class LLM:
             try:
                 while waiting or not self._decoder.idle:
                     self._running_in = threading.get_ident()  # a stream may be read on by another thread
-                    self._check_open()
-                    while waiting and self._decoder.num_queued < self._max_queue:
-                        self._decoder.submit(waiting.popleft().request)
-                    for emission in self._decoder.step().emissions:
+                    with self._stepping:
+                        self._check_open()
+                        while waiting and self._decoder.num_queued < self._max_queue:
+                            self._decoder.submit(waiting.popleft().request)
+                        emissions = self._decoder.step().emissions
+                    for emission in emissions:
                         yield by_id[emission.request_id], emission
             finally:
                 self._running_in = None
@@ -299,10 +302,11 @@ class LLM:
 
     def _abandon(self, ids: Mapping[str, Any]) -> None:
         """Free the slots of what a caller did not wait for."""
-        if not self._decoder.idle and not self._closed:
-            for request_id in ids:
-                self._decoder.cancel(request_id)
-            self._decoder.step()
+        with self._stepping:
+            if not self._decoder.idle and not self._closed:
+                for request_id in ids:
+                    self._decoder.cancel(request_id)
+                self._decoder.step()
 
     # -- requests ----------------------------------------------------------------------------------------------------
 

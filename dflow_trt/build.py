@@ -37,7 +37,7 @@ from dflow_trt.selfcheck import run_self_check
 from dflow_trt.spec import BuildSpec, DFlashSpec, DType, TargetSpec, TargetWeights, WeightForm
 
 DEFAULT_BATCH, DEFAULT_INPUT, DEFAULT_SEQ, DEFAULT_TOKENS = 8, 1024, 2048, 256
-MAX_BATCH = 4096
+MAX_BATCH, MAX_TOKENS = 4096, 1 << 20
 DISK_MARGIN = 64 << 20
 
 
@@ -164,7 +164,7 @@ def build_spec(options: BuildOptions, backend: Backend, target: TargetSpec, veri
     _check_range("--max-seq-len", seq, 2, target.max_position, "the target's max_position_embeddings")
     _check_range("--max-input-len", max_input, 1, seq - 1, "max_seq_len - 1")
     why = f"max_batch_size {options.max_batch_size} x {verify_rows} rows of a verify pass"
-    _check_range("--max-num-tokens", tokens, lowest, None, why)
+    _check_range("--max-num-tokens", tokens, lowest, max(lowest, MAX_TOKENS), why)
     return BuildSpec(
         backend=backend.name,
         dtype=options.dtype or backend.dtype,

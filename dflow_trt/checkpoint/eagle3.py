@@ -49,8 +49,10 @@ _ALWAYS = {  # variants that compute something else
     "use_input_layernorm_in_first_layer": True,
     "use_last_layernorm": True,
     "use_mtp_layernorm": False,
+    "mlp_bias": False,
     "is_causal": True,
 }
+_NEUTRAL = {"scale_emb": 1, "logit_scale": 1, "residual_multiplier": 1, "final_logit_softcapping": 0}
 _ROWS = 4096  # of a table at a time
 
 
@@ -181,6 +183,9 @@ def _reject_others(draft: _Draft) -> None:
     for key, value in _ALWAYS.items():
         if draft.keys.boolean(key, value) != value:
             raise draft.keys.error(key, f"{str(value).lower()} or absent", "this variant is not supported")
+    for key, neutral in _NEUTRAL.items():
+        if draft.keys.get(key) not in (None, neutral):
+            raise draft.keys.error(key, f"{neutral} or absent", "this variant is not supported")
     if draft.keys.get("parallel_draft_step") not in (None, 1):
         raise draft.keys.error("parallel_draft_step", "1 or absent", "parallel drafting is not supported")
 

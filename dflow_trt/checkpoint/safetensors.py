@@ -52,6 +52,18 @@ class Entry:
     size: int
 
 
+EXPONENTS = {"float32": (np.uint32, 0x7F800000), "float16": (np.uint16, 0x7C00), "bfloat16": (np.uint16, 0x7F80)}
+FINITE_BLOCK = 1 << 20  # values looked at together: no second copy of a tensor
+
+
+def _is_finite(values: Array) -> bool:
+    """Whether all values are numbers: the bits of the exponent are all set in NaN and infinity alone."""
+    integer, exponent = EXPONENTS[values.dtype.name]
+    flat = values.reshape(-1).view(integer)
+    blocks = (flat[start : start + FINITE_BLOCK] for start in range(0, flat.size, FINITE_BLOCK))
+    return all(not ((block & exponent) == exponent).any() for block in blocks)
+
+
 class SafetensorsWeights:
     """Named tensors over one or many files: a ``Weights``. Nothing stays open or in memory."""
 
@@ -83,8 +95,14 @@ class SafetensorsWeights:
         """No tensor is: what a quantised layer needs lies in others beside it."""
 
     def read(self, name: str, rows: slice | None = None) -> Array:
-        """A copy of the tensor, or of a step-1 range of its first axis; UserError if the file has shrunk."""
-        return self._read(name, self.dtype(name), rows)
+        """A copy of the tensor, or of a step-1 range of its first axis.
+
+        UserError if the file has shrunk, and for values that are no finite numbers: nothing that they reach is.
+        """
+        values = self._read(name, self.dtype(name), rows)
+        if not _is_finite(values):
+            raise refuse(self._entries[name].path, name, "not finite", "no NaN and no infinity", _AGAIN)
+        return values
 
     def read_packed(self, name: str, rows: slice | None = None) -> Array:
         """The same of a tensor in one of the dtypes PACKED."""

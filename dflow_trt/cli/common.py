@@ -74,6 +74,8 @@ def drafter_source(text: str) -> DrafterSource:
 
 def _folder(text: str) -> Path:
     """A path. ngram alone is no folder; ./ngram is one, and stays one where a path drops the dot."""
+    if not text:
+        raise UserError("--drafter: the name of its folder is empty; allowed: [NAME=]DIR[:KEY=NUMBER,..]")
     path = Path(text)
     return path.absolute() if len(path.parts) == 1 and text != str(path) else path
 
@@ -84,9 +86,10 @@ def _settings(text: str) -> tuple[str, dict[str, int]]:
     name, separator, path = text.partition("=")
     if not colon or Path(text).exists() or (separator and ":" not in name and Path(path).exists()):
         return text, {}
-    if not re.fullmatch(SETTINGS, tail):
+    if not re.fullmatch(SETTINGS, tail, re.ASCII):
         raise UserError(
-            f"--drafter: {text!r} is no folder, and {tail!r} behind its colon no settings; allowed: KEY=NUMBER,.."
+            f"--drafter: {text!r} is no folder, and {tail!r} behind its colon no settings; allowed: KEY=NUMBER,.. with "
+            "whole numbers of up to 9 digits, e.g. drafts=5"
         )
     pairs = [part.split("=") for part in tail.split(",")]
     names = [key for key, _ in pairs]

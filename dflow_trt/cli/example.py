@@ -22,5 +22,6 @@ def example(folder: Path) -> None:
 
     names = write_example(folder)
     click.echo(f"{folder}: {', '.join(names)}")
-    drafters = " ".join(f"--drafter {folder / name}{SETTINGS.get(name, '')}" for name in names if name not in OTHERS)
+    sources = [f"{folder / name}{SETTINGS.get(name, '')}" for name in names if name not in OTHERS]
+    drafters = " ".join(f"--drafter {source}" for source in [*sources, "ngram"])
     click.echo(f"next: dflow-trt build --target {folder / 'target'} {drafters} --output {folder / 'bundle'}")

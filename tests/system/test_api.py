@@ -94,6 +94,27 @@ def test_a_closed_llm_says_so(plain: Pair) -> None:
             use()
 
 
+def test_closing_while_another_thread_generates_waits_for_its_round_and_ends_it(plain: Pair) -> None:
+    for _ in range(10):
+        llm, found = LLM(plain.bundle, threads=1), []
+        started = threading.Event()
+
+        def work(llm: LLM = llm, found: list[str] = found, started: threading.Event = started) -> None:
+            try:
+                for _ in llm.generate_stream([PROMPT] * 8, SamplingParams(max_tokens=150, ignore_eos=True)):
+                    started.set()
+            except UserError as error:
+                found.append(str(error))
+
+        worker = threading.Thread(target=work)
+        worker.start()
+        assert started.wait(30)
+        llm.close()
+        worker.join(timeout=30)
+        assert len(found) == 1
+        assert "was closed" in found[0]
+
+
 def test_a_stream_read_on_by_another_thread_does_not_block_it(llm: LLM) -> None:
     stream = llm.generate_stream(PROMPT, SamplingParams(max_tokens=50, ignore_eos=True))
     next(stream)

@@ -285,6 +285,9 @@ REFUSED: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "layers of the target": (_config(num_hidden_layers=36), ("num_hidden_layers is 36", "allowed: 1")),
     "a window": (_config(**SLIDING), ("sliding_window is 8", "absent")),
     "quantised": (_config(quantization_config={"bits": 4}), ("quantization_config", "absent")),
+    "biases of the MLP": (_config(mlp_bias=True), ("mlp_bias is True", "false or absent")),
+    "scaled embeddings": (_config(scale_emb=12), ("scale_emb is 12", "1 or absent")),
+    "capped logits": (_config(final_logit_softcapping=30.0), ("final_logit_softcapping is 30.0", "0 or absent")),
     "MoE": (_config(num_experts=4), ("num_experts is 4", "absent")),
     "rope of Llama 3": (
         _config(rope_scaling={"rope_type": "llama3", "factor": 8.0}),
