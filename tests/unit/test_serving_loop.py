@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +28,10 @@ LOOKUP = NgramSpec("lookup", None, 1, 3, 5)
 BUNDLE = make_bundle([FLOW, draft_model_spec("small", 4), LOOKUP], max_batch_size=2)
 SCRIPTS = {"flow": Script("mixed", 75, 1), "small": Script("mixed", 75, 2)}
 PATIENCE = 20.0
+THREE_ROUNDS = (
+    12  # calls: a prompt's target and context, then relay, drafter, target and context a round; not all three
+)
+TWO: list[dict[str, Any]] = [{"prompt": [1], "max_tokens": 60}, {"prompt": [2], "max_tokens": 60}]
 
 
 class HeldRuntime(FakeRuntime):
@@ -34,25 +39,38 @@ class HeldRuntime(FakeRuntime):
 
     def __init__(self) -> None:
         super().__init__(BUNDLE, TOY, SCRIPTS)
-        self.go = threading.Event()
-        self.go.set()
-        self.at_work = threading.Event()
+        self._turn = threading.Condition()
+        self._passes: float = math.inf
+        self.waits = False
         self.broken: Exception | None = None
         self.failures = 0
 
     def run(self, *arguments: Any, **more: Any) -> Any:
-        self.at_work.set()
-        assert self.go.wait(PATIENCE)
+        with self._turn:
+            self.waits = True
+            self._turn.notify_all()
+            assert self._turn.wait_for(lambda: self._passes > 0, PATIENCE)
+            self.waits = False
+            self._passes -= 1
         if self.broken is not None and self.failures:
             self.failures -= 1
             raise self.broken
         return super().run(*arguments, **more)
 
-    def hold(self) -> None:
-        """Return when a call is being held."""
-        self.go.clear()
-        self.at_work.clear()
-        assert self.at_work.wait(PATIENCE)
+    def let(self, calls: float) -> None:
+        """So many more calls may pass."""
+        with self._turn:
+            self._passes = calls
+            self._turn.notify_all()
+
+    def hold(self, calls: int = 0) -> None:
+        """Let so many more calls pass; return when the next one is being held."""
+        self.let(calls)
+        with self._turn:
+            assert self._turn.wait_for(lambda: self.waits and not self._passes, PATIENCE)
+
+    def release(self) -> None:
+        self.let(math.inf)
 
 
 @dataclass
@@ -108,6 +126,13 @@ class Bench:
         self.loop.submit(job)
         return job, heard
 
+    def running(self, *jobs: dict[str, Any]) -> list[tuple[Job, Heard]]:
+        """Start jobs, and hold the engines in the middle of the third round: every job has got something, none all."""
+        self.runtime.let(0)
+        started = [self.start(**job) for job in jobs]
+        self.runtime.hold(THREE_ROUNDS)
+        return started
+
     def outcomes(self) -> dict[str, float]:
         self.metrics.flush()
         names = ("stop", "length", "cancelled", "timeout", "error", "unavailable")
@@ -129,7 +154,7 @@ def until(condition: Callable[[], bool]) -> bool:
 def bench() -> Iterator[Bench]:
     made = make_bench(max_queue=3)
     yield made
-    made.runtime.go.set()
+    made.runtime.release()
     made.loop.close()
 
 
@@ -180,17 +205,15 @@ def test_samples_of_one_job_end_one_by_one(bench: Bench) -> None:
 
 
 def test_the_queue_is_bounded_and_takes_a_job_whole_or_not_at_all(bench: Bench) -> None:
-    bench.start([1], max_tokens=60)
-    bench.start([2], max_tokens=60)
-    assert until(lambda: bench.loop.num_running == 2)
-    bench.runtime.hold()
+    bench.running(*TWO)
+    assert bench.loop.num_running == 2
     bench.start([3], n=2)
     with pytest.raises(QueueFull, match="the queue is full, at most 3 sequences wait"):
         bench.start([4], n=2)
     bench.start([5])
     with pytest.raises(QueueFull):
         bench.start([6])
-    bench.runtime.go.set()
+    bench.runtime.release()
     assert bench.ended()
     assert bench.outcomes() == {"length": 5}
 
@@ -215,27 +238,24 @@ def test_a_bad_request_is_refused_without_its_internal_id(bench: Bench) -> None:
 
 
 def test_cancelling_one_that_runs_frees_its_slot_and_leaves_the_others(bench: Bench) -> None:
-    job, heard = bench.start([1], max_tokens=100)
-    _, other = bench.start([2], max_tokens=40)
-    assert heard.begun.wait(PATIENCE)
+    (job, heard), (_, other) = bench.running(*TWO)
     bench.loop.cancel(job.handle)
+    bench.runtime.release()
     assert heard.over.wait(PATIENCE)
     assert heard.reasons == {0: "cancelled"}
     assert other.over.wait(PATIENCE)
-    assert other.tokens() == TOY.continuation([2], 40)
+    assert other.tokens() == TOY.continuation([2], 60)
     assert bench.ended()
     assert bench.outcomes() == {"cancelled": 1, "length": 1}
 
 
 def test_cancelling_one_that_waits(bench: Bench) -> None:
-    bench.start([1], max_tokens=60)
-    bench.start([2], max_tokens=60)
-    assert until(lambda: bench.loop.num_running == 2)
-    bench.runtime.hold()
+    bench.running(*TWO)
+    assert bench.loop.num_running == 2
     job, heard = bench.start([3], n=2)
     bench.loop.cancel(job.handle)
     bench.loop.cancel("nobody")
-    bench.runtime.go.set()
+    bench.runtime.release()
     assert heard.over.wait(PATIENCE)
     assert heard.reasons == {0: "cancelled", 1: "cancelled"}
     assert heard.tokens() == []
@@ -245,13 +265,10 @@ def test_cancelling_one_that_waits(bench: Bench) -> None:
 
 
 def test_a_deadline_in_the_queue_and_one_while_running(bench: Bench) -> None:
-    _, running = bench.start([1], max_tokens=100, timeout=0.3)
-    bench.start([2], max_tokens=60)
-    assert running.begun.wait(PATIENCE)
-    bench.runtime.hold()
+    (_, running), _ = bench.running({**TWO[0], "timeout": 0.3}, TWO[1])
     _, waiting = bench.start([3], timeout=0.01)
     time.sleep(0.35)
-    bench.runtime.go.set()
+    bench.runtime.release()
     assert waiting.over.wait(PATIENCE)
     assert running.over.wait(PATIENCE)
     [error] = waiting.errors
@@ -277,14 +294,10 @@ def test_an_error_of_one_sample_fails_its_job_alone(bench: Bench) -> None:
 
 
 def test_a_failing_round_fails_its_requests_and_the_next_ones_run(bench: Bench) -> None:
-    _, first = bench.start([1], max_tokens=60)
-    _, second = bench.start([2], max_tokens=60)
-    assert first.begun.wait(PATIENCE)
-    assert second.begun.wait(PATIENCE)
-    bench.runtime.hold()
+    (_, first), (_, second) = bench.running(*TWO)
     _, waiting = bench.start([3])
     bench.runtime.broken, bench.runtime.failures = RuntimeError("device-side assert"), 1
-    bench.runtime.go.set()
+    bench.runtime.release()
     for heard in (first, second):
         assert heard.over.wait(PATIENCE)
         [error] = heard.errors
@@ -300,14 +313,10 @@ def test_a_failing_round_fails_its_requests_and_the_next_ones_run(bench: Bench) 
 
 
 def test_engines_that_stay_broken_are_given_up(bench: Bench) -> None:
-    _, running = bench.start([1], max_tokens=60)
-    _, other = bench.start([2], max_tokens=60)
-    assert running.begun.wait(PATIENCE)
-    assert other.begun.wait(PATIENCE)
-    bench.runtime.hold()
+    (_, running), _ = bench.running(*TWO)
     _, waiting = bench.start([3])
     bench.runtime.broken, bench.runtime.failures = RuntimeError("CUDA error 700"), 10**6
-    bench.runtime.go.set()
+    bench.runtime.release()
     assert waiting.over.wait(PATIENCE)
     assert until(lambda: bench.dead == ["CUDA error 700"])
     assert not bench.loop.healthy
@@ -329,10 +338,13 @@ def test_draining_takes_nothing_new_and_loses_nothing(bench: Bench) -> None:
 
 
 def test_closing_ends_what_runs(bench: Bench) -> None:
-    _, heard = bench.start([1], max_tokens=120)
+    (_, heard), _ = bench.running(*TWO)
     _, waiting = bench.start([2], n=2, max_tokens=120)
-    assert heard.begun.wait(PATIENCE)
-    bench.loop.close()
+    closing = threading.Thread(target=bench.loop.close)
+    closing.start()
+    assert until(lambda: bench.loop._closing)
+    bench.runtime.release()
+    closing.join(PATIENCE)
     assert heard.reasons == {0: "cancelled"}
     assert waiting.reasons == {0: "cancelled", 1: "cancelled"}
 
@@ -353,14 +365,16 @@ def test_as_many_as_came_at_once_are_waited_for(bench: Bench, monkeypatch: pytes
     _, first = bench.start([3, 1, 4])
     assert first.over.wait(PATIENCE), "nobody is expected yet"
     for _ in range(2):
-        bench.runtime.go.clear()
+        bench.runtime.let(0)
         pair = [bench.start(prompt)[1] for prompt in ([3, 1, 4], [1, 5, 9])]
-        bench.runtime.go.set()
+        bench.runtime.release()
         assert all(heard.over.wait(PATIENCE) for heard in pair)
         assert bench.ended()
-    bench.runtime.at_work.clear()
+    bench.runtime.let(0)
     bench.start([3, 1, 4])
-    assert not bench.runtime.at_work.wait(0.05), "the other one may come yet"
+    time.sleep(0.05)
+    assert not bench.runtime.waits, "the other one may come yet"
+    bench.runtime.release()
     _, last = bench.start([1, 5, 9])
     assert last.over.wait(PATIENCE)
 
