@@ -50,7 +50,8 @@ def example_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def example(example_folder: Path) -> Iterator[Pair]:
-    sources = [DrafterSource(example_folder / "dflash"), DrafterSource(example_folder / "dflow")]
+    sources = [DrafterSource(example_folder / name) for name in ("dflash", "dflow", "eagle3", "draft-model")]
+    sources.append(DrafterSource(Path("ngram")))
     options = BuildOptions(max_batch_size=8, max_input_len=512, max_seq_len=704)
     bundle = build_bundle(example_folder / "target", sources, example_folder / "bundle", options)
     runtime = OrtRuntime(bundle, threads=1)

@@ -55,7 +55,7 @@ def plugin() -> Path | None:
 
 @pytest.fixture(scope="module")
 def compiled(example_folder: Path, plugin: Path | None) -> Bundle:
-    """The example pair, and beside its own two drafters tiny random ones of other kinds."""
+    """The example, and beside drafters of its own tiny random ones of other kinds."""
     target = json.loads((example_folder / "target" / "config.json").read_text())
     for name in ("domino", "dflash2"):
         keys: dict[str, Any] = {name: {}, "taps": (1, 3), "num_hidden_layers": 1}
@@ -63,7 +63,7 @@ def compiled(example_folder: Path, plugin: Path | None) -> Bundle:
     make_target(example_folder / "small", vocab_size=target["vocab_size"], num_hidden_layers=1, tied=True)
     shutil.copyfile(example_folder / "target" / "tokenizer.json", example_folder / "small" / "tokenizer.json")
     sources = [DrafterSource(example_folder / name) for name in ("dflash", "dflow", "domino", "dflash2", "small")]
-    sources.append(DrafterSource(Path("ngram")))
+    sources += [DrafterSource(example_folder / "eagle3"), DrafterSource(Path("ngram"))]
     engine = EngineOptions(plugin=plugin, no_plugin=plugin is None, compute_capabilities=(CAPABILITY,))
     options = BuildOptions("tensorrt-rtx", max_batch_size=4, max_input_len=512, max_seq_len=704, engine=engine)
     return build_bundle(example_folder / "target", sources, example_folder / "rtx", options)
@@ -72,7 +72,7 @@ def compiled(example_folder: Path, plugin: Path | None) -> Bundle:
 def test_all_engines_of_the_example_are_compiled(compiled: Bundle, plugin: Path | None) -> None:
     bundle = open_bundle(compiled.path)
     engines = {bundle.engine_path(contract.engine, name).name: contract for name, contract in bundle.contracts()}
-    assert len(engines) == 14
+    assert len(engines) == 16
     assert bundle.engines.keys() == engines.keys()
     for name, entry in bundle.engines.items():
         assert entry.build_seconds > 0
