@@ -48,14 +48,28 @@ def example_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+BLOCKS = ("dflash", "dflow")
+"""The example's block drafters."""
+
+
 @pytest.fixture(scope="session")
 def example(example_folder: Path) -> Iterator[Pair]:
-    sources = [DrafterSource(example_folder / name) for name in ("dflash", "dflow", "eagle3", "draft-model")]
-    sources.append(DrafterSource(Path("ngram")))
+    """The example with drafters of every kind."""
+    sources = [DrafterSource(example_folder / name) for name in (*BLOCKS, "eagle3", "draft-model")]
+    yield from _example(example_folder, [*sources, DrafterSource(Path("ngram"))], "bundle")
+
+
+@pytest.fixture(scope="session")
+def block_example(example_folder: Path) -> Iterator[Pair]:
+    """The example with its block drafters alone: fewer strategies, where each of them takes time."""
+    yield from _example(example_folder, [DrafterSource(example_folder / name) for name in BLOCKS], "blocks")
+
+
+def _example(folder: Path, sources: list[DrafterSource], name: str) -> Iterator[Pair]:
     options = BuildOptions(max_batch_size=8, max_input_len=512, max_seq_len=704)
-    bundle = build_bundle(example_folder / "target", sources, example_folder / "bundle", options)
+    bundle = build_bundle(folder / "target", sources, folder / name, options)
     runtime = OrtRuntime(bundle, threads=1)
-    yield Pair(bundle, example_folder / "target", runtime)
+    yield Pair(bundle, folder / "target", runtime)
     runtime.close()
 
 

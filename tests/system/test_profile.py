@@ -80,8 +80,8 @@ def refused(output: Output, *parts: str, code: int = 1) -> None:
 
 
 @pytest.fixture(scope="module")
-def bundle(example: Pair) -> Path:
-    return example.bundle.path
+def bundle(block_example: Pair) -> Path:
+    return block_example.bundle.path
 
 
 @pytest.fixture(scope="module")

@@ -23,13 +23,13 @@ QUICK = ("--requests", "4", "--repetitions", "2", "--max-tokens", "24", "--strat
 
 
 @pytest.fixture(scope="module")
-def served(serve_python: Path, example: Pair) -> Iterator[Serve]:
-    with serving(serve_python, example.bundle.path, "--model-name", "example") as running:
+def served(serve_python: Path, block_example: Pair) -> Iterator[Serve]:
+    with serving(serve_python, block_example.bundle.path, "--model-name", "example") as running:
         yield running
 
 
-def test_the_openai_endpoint(dflow: Run, served: Serve, example: Pair) -> None:
-    here = dflow("profile", example.bundle.path, *QUICK, "--threads", "1", "--no-roofline", "--json").record
+def test_the_openai_endpoint(dflow: Run, served: Serve, block_example: Pair) -> None:
+    here = dflow("profile", block_example.bundle.path, *QUICK, "--threads", "1", "--no-roofline", "--json").record
     there = dflow("profile", "--url", served.url, *QUICK, "--concurrency", "2", "--json").record
     for ours, theirs in zip(here.results, there.results, strict=True):
         assert theirs.total.model_dump(exclude={"drafted_at"}) == ours.total.model_dump(exclude={"drafted_at"})
@@ -47,26 +47,26 @@ def test_the_openai_endpoint(dflow: Run, served: Serve, example: Pair) -> None:
     }
 
 
-def test_triton_over_grpc(dflow: Run, served: Serve, example: Pair) -> None:
+def test_triton_over_grpc(dflow: Run, served: Serve, block_example: Pair) -> None:
     grpc, metrics = (re.search(rf"{name} ([\w.:]+)", served.line("triton")) for name in ("grpc", "metrics"))
     assert grpc is not None
     assert metrics is not None
     url = ("--url", f"triton+grpc://{grpc[1]}", "--metrics-url", f"http://{metrics[1]}/metrics")
-    with_bundle = dflow("profile", example.bundle.path, *url, *QUICK, "--rate", "50", "--json").record
+    with_bundle = dflow("profile", block_example.bundle.path, *url, *QUICK, "--rate", "50", "--json").record
     assert with_bundle.results[1].total.tau_emitted == pytest.approx(4, abs=1)
     assert with_bundle.server is not None
     assert all(each.agree for each in with_bundle.server.counters)
-    assert with_bundle.subject.target == example.bundle.target_fingerprint[:12]
+    assert with_bundle.subject.target == block_example.bundle.target_fingerprint[:12]
     alone = dflow("profile", *url, *QUICK, "--no-chat", "--json").record
     assert alone.results[1].same == alone.results[1].compared == 8
     refused(dflow("profile", *url, *QUICK, "--chat"), "lays out no conversations; give the BUNDLE")
 
 
 def test_a_server_that_is_killed(
-    dflow: Run, serve_python: Path, example: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dflow: Run, serve_python: Path, block_example: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The endpoint is; its tritonserver is asked to leave, so that it clears up."""
-    with serving(serve_python, example.bundle.path, TMPDIR=str(tmp_path)) as running:
+    with serving(serve_python, block_example.bundle.path, TMPDIR=str(tmp_path)) as running:
         url, children = running.url, psutil.Process(running.process.pid).children()
         turns, original = itertools.count(), RemoteDriver.run
 
