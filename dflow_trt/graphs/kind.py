@@ -4,6 +4,7 @@ read(folder, target, name, settings) -> DrafterCheckpoint    intake; UserError f
 write(writer, draft, engines)                                its graphs, each engine once
 stored(spec) -> {engine: Stored}                             the weights of each engine, as they lie in data files
 borrowed(spec) -> [tables, ...]                              the target's vocabulary tables that each engine reads
+describe(spec) -> str                                        a line for people
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class Stored:
 
     wide: tensors in float32 whatever the build's dtype. formed: tensors in the form of the build's drafters. kept:
     those that stay float in any form. rope: the layers whose rotary tables it has. head: whether it has the target's
-    head, and with it the bias of dead columns. shared_with: the engine in whose file all of it lies, where it has none
-    of its own.
+    head, and with it the bias of dead columns. tables: the model whose vocabulary tables lie in a file of their own
+    beside it. shared_with: the engine in whose file all of it lies, where it has none of its own.
     """
 
     wide: Shapes = field(default_factory=dict)
